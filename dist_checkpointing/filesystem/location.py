@@ -83,15 +83,13 @@ def require_local(
     path: Location,
     what: str,
     remedy: str = "Leave base= and incremental= out, or save to a local or a shared disk.",
-) -> None:
+) -> Path:
     """Refuse, by UnsupportedFormatError, what works on a mounted file system only."""
-    if isinstance(path, ObjectPath):
-        finding = Finding(
-            f"{what} works on a mounted file system only",
-            found=str(path),
-            remedy=remedy,
-        )
-        raise UnsupportedFormatError("not for an object store", [finding])
+    if isinstance(path, Path):
+        return path
+    problem = f"{what} works on a mounted file system only"
+    finding = Finding(problem, found=str(path), remedy=remedy)
+    raise UnsupportedFormatError("not for an object store", [finding])
 
 
 def as_local_folder(path: str | os.PathLike[str]) -> Path:

@@ -277,11 +277,6 @@ class ObjectStore:
         etag: str | None = self._call("put", key, key, data, **options)["e_tag"]
         return etag
 
-    @_repeating
-    def copy(self, key: str, to: str) -> None:
-        """Let the store copy an object, of at most 5 GiB on S3."""
-        self._call("copy", key, key, to)
-
     def list_below(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object below a prefix that ends at a ``/``, in order of the keys."""
         pages: Any = None

@@ -1,33 +1,19 @@
-"""Crash-safe deletion of whole checkpoints, on a disk and in an object store.
-
-Objects are not changed in place. A copy of the checkpoint without the values of its tensors is made
-on the local disk and changed there; then a new save commits what it has become. The store copies
-the values by itself.
-"""
+"""Crash-safe deletion of whole checkpoints, on a disk and in an object store."""
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Final
+from collections.abc import Iterable
 
-from dist_checkpointing.errors import CheckpointNotFoundError, Finding, UnsupportedFormatError
+from dist_checkpointing.errors import CheckpointNotFoundError, Finding
 from dist_checkpointing.filesystem import local_folder, location, object_store_locks as claims
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location, ObjectInfo, ObjectPath
 from dist_checkpointing.format.commit import (
     DATA,
-    StoreAttempt,
-    data_folder,
     end_commit,
     is_committed,
-    read_config,
     tolerant,
 )
 from dist_checkpointing.format.leftovers import (
@@ -38,8 +24,6 @@ from dist_checkpointing.format.leftovers import (
     is_spent,
     leftovers,
 )
-from dist_checkpointing.format.seal import SEAL_NAME, read_seal
-from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -147,86 +131,3 @@ def is_leftover(folder: Location) -> bool:
     if isinstance(folder, ObjectPath):
         return bool(location.names_in(folder / claims.CLAIMS))
     return attempt_of(folder) is not None or is_spent(folder)
-
-
-_BACKENDS: Final = ("tensorstore", "zarr")
-"""Their removals read nothing of the files that hold values."""
-_THREADS: Final = 16
-_UNTOUCHED: Final = (0, 0)
-"""Times of use and change of a file that no step of a removal has written: so long ago that a
-change shows, however coarse the clock of the file system is."""
-
-
-@contextmanager
-def without_values(folder: Location) -> Iterator[Path]:
-    """The folder of a checkpoint on a disk, whose tensors may have lost their values.
-
-    On a disk it is that folder itself; of one in a store a copy, in which the files of values are
-    holes of the same size. UnsupportedFormatError if it is not known which files hold values.
-    """
-    if isinstance(folder, Path):
-        yield folder
-        return
-    seal = read_seal(folder)
-    if seal is None or read_config(folder).sharded_backend not in _BACKENDS:
-        finding = Finding(
-            "nothing can be removed from a checkpoint of this format in an object store",
-            expected=f"a sealed one of {' or '.join(_BACKENDS)}",
-            path=str(folder),
-            remedy="Convert it into a new one without them: dckpt convert --exclude PATTERN.",
-        )
-        raise UnsupportedFormatError("tensors cannot be removed from this checkpoint", [finding])
-    holes = {file.name: file.num_bytes for file in seal.files.values() if file.digest is None}
-    whole = {*seal.files, SEAL_NAME, CONFIG_FNAME, ATTEMPT_NAME} - {*holes}
-    with tempfile.TemporaryDirectory(prefix="dckpt-") as place:
-        root = Path(place)
-        for parent in {(root / name).parent for name in (*holes, *whole)}:
-            parent.mkdir(parents=True, exist_ok=True)
-        for name, num_bytes in holes.items():
-            (root / name).touch()
-            os.truncate(root / name, num_bytes)
-
-        def get(name: str) -> None:
-            place = folder / name
-            (root / name).write_bytes(place.store.get(place.key))
-
-        in_threads(get, sorted(whole), _THREADS)
-        yield root
-
-
-@contextmanager
-def changed(checkpoint: ObjectPath) -> Iterator[Path]:
-    """Let the body change a copy of a checkpoint ``without_values``, and commit what it becomes.
-
-    The checkpoint stays as it is until then, also if the body or the store fails.
-    CheckpointExistsError if a save, or another change, is going on there.
-    """
-    attempt = StoreAttempt.begin(checkpoint, (), overwrite=True)
-    try:
-        config, source = read_config(checkpoint), data_folder(checkpoint)
-        assert isinstance(source, ObjectPath)
-        with without_values(source) as root:
-            for name in location.use_below(root):
-                os.utime(root / name, ns=_UNTOUCHED)
-            yield root
-            seal = read_seal(root)
-            if seal is not None:
-                # A copy of an object has an ETag of its own.
-                files = {name: replace(file, etag=None) for name, file in seal.files.items()}
-                (root / SEAL_NAME).write_bytes(replace(seal, files=files).to_json())
-
-            def put(name: str) -> None:
-                target = attempt.folder / name
-                if (root / name).lstat().st_mtime_ns == _UNTOUCHED[1]:
-                    target.store.copy((source / name).key, target.key)
-                else:
-                    target.store.put(target.key, (root / name).read_bytes())
-
-            in_threads(put, sorted(location.use_below(root)), _THREADS)
-        attempt.commit(config)
-    except Exception:
-        attempt.abandon()
-        raise
-    except BaseException:
-        attempt.release()
-        raise

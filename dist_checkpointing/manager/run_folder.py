@@ -75,6 +75,9 @@ class RunFolder:
         retention: Retention,
         also_kept: Callable[[], Iterable[int]] = lambda: (),
     ) -> None:
+        if retention.drop_optimizer_after is not None:
+            remedy = "Leave it out; dckpt convert --exclude PATTERN makes a checkpoint without it."
+            location.require_local(root, "Retention(drop_optimizer_after=)", remedy)
         self.root: Path = root
         self.is_on_disk: Final = isinstance(root, Path)
         self._retention = retention

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.filesystem.location import as_location, require_local
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
@@ -20,7 +20,6 @@ from dist_checkpointing.format.commit import (
     read_config,
 )
 from dist_checkpointing.format.leftovers import PlannedRemoval, clear_temporaries
-from dist_checkpointing.format.removal import changed, without_values
 from dist_checkpointing.format.seal import read_seal, resealing
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.serialization.load import load
@@ -149,17 +148,20 @@ def load_content_metadata(
     return preloaded_state_dict.get(CONTENT_METADATA_KEY)
 
 
+_REMEDY: Final = "Convert it into a new one without them: dckpt convert --exclude PATTERN."
+
+
 def remove_sharded_tensors(
     checkpoint_dir: str | PathLike[str], key_prefix: str, *, comm: Comm | None = None
 ) -> None:
     """Delete all tensors whose key begins with ``key_prefix``, for good. Collective.
 
     A crash in between leaves a checkpoint with the tensors or without them, never with damaged
-    ones. In an object store a new save commits what stays, which the store copies by itself; both
-    need room until then.
+    ones.
 
     Raises:
-        UnsupportedFormatError: if tensors cannot be removed from this backend.
+        UnsupportedFormatError: if tensors cannot be removed from this backend, or it is in an
+            object store.
         CheckpointExistsError: if another removal, or a save, is going on there.
 
     Example:
@@ -174,42 +176,38 @@ def remove_sharded_tensors(
     comm = chosen_comm(comm)
     with comm.agreed("removing tensors"):
         if comm.rank == 0:
-            place = as_location(checkpoint_dir)
-            if isinstance(place, Path):
-                _remove(place, key_prefix)
-            elif preview_removal(place, key_prefix).keys:
-                with changed(place) as folder:
-                    _remove(folder, key_prefix)
-
-
-def _remove(folder: Path, key_prefix: str) -> None:
-    open_checkpoint(folder)  # it says what is wrong with a folder that is not a checkpoint
-    with FolderLock.acquire(folder):
-        # Only now nobody changes it.
-        found = open_checkpoint(folder)
-        clear_temporaries(folder)
-        with resealing(folder), _removing(found, folder):
-            found.sharded.remove_sharded_tensors(folder, key_prefix)
+            folder = _local_folder(checkpoint_dir)
+            open_checkpoint(folder)  # it says what is wrong with a folder that is not a checkpoint
+            with FolderLock.acquire(folder):
+                # Only now nobody changes it.
+                found = open_checkpoint(folder)
+                clear_temporaries(folder)
+                with resealing(folder), _removing(found, folder):
+                    found.sharded.remove_sharded_tensors(folder, key_prefix)
 
 
 def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
     """What ``remove_sharded_tensors`` would do. Not collective, touches nothing.
 
     Raises:
-        UnsupportedFormatError: if tensors cannot be removed from this backend.
+        UnsupportedFormatError: see ``remove_sharded_tensors``.
 
     Example:
         >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt")
         >>> preview_removal("ckpt", "w").keys
         ('w',)
     """
-    place = data_folder(checkpoint_dir)
-    found = open_checkpoint(place)
-    with _removing(found, place), without_values(place) as folder:
+    folder = _local_folder(checkpoint_dir)
+    found = open_checkpoint(folder)
+    with _removing(found, folder):
         planned = found.sharded.plan_removal(folder, key_prefix)
-        seal = read_seal(folder)
+    seal = read_seal(folder)
     # A removal that was cut off at its very end has left no more than an open seal.
     return replace(planned, is_unfinished=True) if seal is not None and seal.is_open else planned
+
+
+def _local_folder(checkpoint_dir: str | PathLike[str]) -> Path:
+    return require_local(as_location(checkpoint_dir), "removing single tensors", _REMEDY)
 
 
 @contextmanager
@@ -222,7 +220,7 @@ def _removing(found: LoadStrategies, checkpoint_dir: str | PathLike[str]) -> Ite
             "its strategy does not remove tensors",
             found=f"{found.config.sharded_backend} {found.config.sharded_backend_version}",
             path=str(checkpoint_dir),
-            remedy="Convert it without them into a new checkpoint.",
+            remedy=_REMEDY,
         )
         message = "tensors cannot be removed from this checkpoint"
         raise UnsupportedFormatError(message, [finding]) from None

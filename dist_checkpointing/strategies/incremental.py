@@ -61,8 +61,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _LARGE_BYTES: Final = 2**20
 _HEAD_BYTES: Final = 2**12
-"""Of a large part, and of one that may lie in a larger one, so much is compared first."""
-_READ_BYTES: Final = 2**22
+"""Of a large part so much is compared first."""
 LEAST_SHARED: Final = 0.5
 """A file is shared if at least this part of its bytes is still used, so that a checkpoint takes at
 most twice its state."""
@@ -135,14 +134,13 @@ def base_grids(
 class BaseParts:
     """The base of a save, and how its parts fit the rows of a plan of one rank.
 
-    Whether it has the key of each row with the same dtype, and a part with the same box; and the
-    digest of that, ``[rows, 2]``, upper half and checksum.
+    Whether it has a part with the key, dtype and box of each row; and the digest of that,
+    ``[rows, 2]``, upper half and checksum.
     """
 
     folder: Path
     seal: Seal
     index: Index
-    same_dtype: Bools
     same_box: Bools
     digests: Uint64s
 
@@ -186,7 +184,7 @@ def open_base(reader: StorageReader, table: ShardTable) -> BaseParts | None:
             if row is not None:
                 same_box[row] = same_dtype[row]
                 digests[row] = uppers[position], stored.digests[position]
-    return BaseParts(folder, seal, index, same_dtype, same_box, digests)
+    return BaseParts(folder, seal, index, same_box, digests)
 
 
 def _boxes(table: ShardTable | ChecksumColumns) -> list[tuple[str, bytes]]:
@@ -277,13 +275,11 @@ class Candidates(Columns):
         rows: Rows of the plan.
         files: Files of the base.
         extents: ``[rows, 3]``, position in ``files``, first byte, number of bytes.
-        is_nested: ``[rows]``, whether it is a part of a larger value, so that it has no digest.
     """
 
     rows: Int64s
     files: tuple[SealedFile, ...]
     extents: Int64s
-    is_nested: Bools
 
     def bytes_in_files(self) -> Int64s:
         sums = np.bincount(self.extents[:, 0], self.extents[:, 2], len(self.files))
@@ -313,7 +309,7 @@ def share_parts(
         of which too little is used.
     """
     base, none = writer.base, np.empty(0, dtype=np.int64)
-    nothing = Candidates(none, (), none.reshape(0, 3), none.astype(np.bool_)), none
+    nothing = Candidates(none, (), none.reshape(0, 3)), none
     if base is None or not len(table):
         return nothing
     linked: tuple[SealedFile, ...] = ()
@@ -352,41 +348,24 @@ def _are_same(
     options: StorageOptions,
 ) -> Bools:
     """Which candidates hold what the rows of the plan hold."""
-    rows, is_nested = candidates.rows, candidates.is_nested
+    rows = candidates.rows
     sizes, itemsizes = table.num_bytes[rows], table.itemsizes[rows]
-
-    def extent(at: int) -> Extent:
-        file, offset, length = candidates.extents[at].tolist()
-        return Extent(base.folder, candidates.files[file].name, offset, length)
 
     def has_head(at: int) -> bool:
         """Whether a candidate begins like the row, as nearly all that differ do not."""
-        whole, row, size = extent(at), int(rows[at]), int(itemsizes[at])
-        most = min(whole.num_bytes, _HEAD_BYTES // size * size)
-        return digests.begins_with(row, read_extent(whole._replace(num_bytes=most), table.key(row)))
+        (file, offset, length), row = candidates.extents[at].tolist(), int(rows[at])
+        most = min(length, _HEAD_BYTES // int(itemsizes[at]) * int(itemsizes[at]))
+        head = Extent(base.folder, candidates.files[file].name, offset, most)
+        return digests.begins_with(row, read_extent(head, table.key(row)))
 
     # What begins otherwise need not be hashed before it is written. Padded and compressed files
     # have other sizes than their values.
     is_same = np.ones(len(rows), dtype=np.bool_)
     is_large = (sizes >= _LARGE_BYTES) & (candidates.extents[:, 2] == sizes)
-    compared = np.flatnonzero(is_nested | is_large).tolist()
+    compared = np.flatnonzero(is_large).tolist()
     is_same[compared] = in_threads(has_head, compared, options.threads)
     digests.add(rows[is_same])
-    wanted = digests.columns[rows]
-    is_same &= is_nested | (wanted == base.digests[rows]).all(axis=1)
-    read = np.flatnonzero(is_same & is_nested).tolist()
-
-    def stored_digest(at: int) -> bytes:
-        """The digest of a candidate, as it is now."""
-        place, key, digest = extent(at), table.key(int(rows[at])), Digest()
-        end = place.offset + place.num_bytes
-        for begin in range(place.offset, end, _READ_BYTES):
-            part = place._replace(offset=begin, num_bytes=min(_READ_BYTES, end - begin))
-            digest.update(memoryview(read_extent(part, key)))
-        return digest.digest()
-
-    stored = in_threads(stored_digest, read, options.threads)
-    is_same[read] = (columns_of(stored) == wanted[read]).all(axis=1)
+    is_same &= (digests.columns[rows] == base.digests[rows]).all(axis=1)
     return is_same
 
 

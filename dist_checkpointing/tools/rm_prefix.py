@@ -42,7 +42,8 @@ def rm_prefix(
     Shows which tensors it will remove and how many bytes that frees, and
     asks (--json needs --yes or --dry-run). A crash in between leaves the
     checkpoint with the tensors or without them; then run it again to free the
-    rest. Sharded objects and common state stay.
+    rest. Sharded objects and common state stay. Not for object stores:
+    dckpt convert --exclude makes a checkpoint without the tensors there.
 
     Example: dckpt rm-prefix ckpt/1000 optimizer
     """

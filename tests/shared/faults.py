@@ -28,7 +28,7 @@ from dist_checkpointing.manager import tier_copies
 Act = Callable[..., Any]
 LOOKS = tuple(f"os.{name}" for name in ("open", "stat", "scandir", "preadv", "pread", "listdir"))
 """Calls that look at files and folders; ``io.open`` is another."""
-REQUESTS = ("get", "put", "head", "delete", "copy", "list", "list_with_delimiter")
+REQUESTS = ("get", "put", "head", "delete", "list", "list_with_delimiter")
 
 
 def path_of(subject: object, *, dir_fd: int | None = None) -> Path:
@@ -255,7 +255,7 @@ def short_waits(silent_seconds: float = 1.0) -> Iterator[None]:
 def store_requests(act: Callable[[str, str, Act], Any]) -> Iterator[None]:
     """Call ``act(name, key, go)`` for each request to an object store; ``go()`` carries it out.
 
-    The names are get, get_range, put, put_if_absent, head, delete, copy, list and list_folder; the
+    The names are get, get_range, put, put_if_absent, head, delete, list and list_folder; the
     key is that of the object, the prefix of a list, or the text of a list of keys.
     """
 

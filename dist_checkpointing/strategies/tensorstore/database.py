@@ -29,7 +29,6 @@ from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.local_folder import copy_range
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.file_names import disk_name
-from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
@@ -120,12 +119,10 @@ _ANY, _NOWHERE = -1, -2
 
 
 def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidates:
-    """Where values of the same box lie in the base, and values in which others may lie."""
-    may_be_nested = ~table.is_object & (table.flat[:, 0] < 0) & (table.num_bytes > 0)
-    asked = np.flatnonzero(base.same_box | base.same_dtype & may_be_nested).tolist()
-    places = [(row, *_place(base, table, index, row)) for row in asked]
-    rows, begins, expected = np.array(places, dtype=np.int64).reshape(-1, 3).T
-    is_nested = ~base.same_box[rows]
+    """Where values of the same box lie in the base."""
+    rows = np.flatnonzero(base.same_box)
+    sizes = [_stored_bytes(base, table, index, row) for row in rows.tolist()]
+    expected = np.array(sizes, dtype=np.int64)
     values = Tree(base.folder).find(row_keys(table.take(rows), base.index))
     file, offset, length = values.extents
     in_data = [name if name.startswith(f"{DATA_FOLDER}/") else "" for name in values.files]
@@ -137,31 +134,20 @@ def values_in_base(base: BaseParts, table: ShardTable, index: Index) -> Candidat
     ends = np.array([*(sealed.num_bytes for sealed in files), 0], dtype=np.int64)
     is_good = (number >= 0) & (length > 0) & (offset + length <= ends[number])
     is_good &= (expected == _ANY) | (expected == length)
-    lengths = np.where(is_nested, table.num_bytes[rows], length)
-    extents = np.stack([number, offset + begins, lengths], axis=1)
-    return Candidates(rows, files, extents, is_nested).take(is_good)
+    return Candidates(rows, files, np.stack([number, offset, length], axis=1)).take(is_good)
 
 
-def _place(base: BaseParts, table: ShardTable, index: Index, row: int) -> tuple[int, int]:
-    """First byte of a row in a value of the base, and bytes that this value must have."""
-    key, box = table.key(row), table.box(row)
+def _stored_bytes(base: BaseParts, table: ShardTable, index: Index, row: int) -> int:
+    """Bytes that a value of the base must have to be that of a row of the same box."""
     if table.is_object[row]:
-        return 0, _ANY
-    stored, wanted = base.index.chunk_shape(key), index.chunk_shape(key)
-    is_padded = wanted is not None and math.prod(wanted) != box.num_elements
-    itemsize, chunk = index[key].dtype.itemsize, tuple(stored or ())
-    if base.same_box[row]:
-        if wanted is None or not is_padded:
-            return 0, int(table.num_bytes[row])
-        # At the edge of a tensor it is padded, and the padding depends on the chunk.
-        return 0, math.prod(wanted) * itemsize if tuple(wanted) == chunk else _NOWHERE
-    # It may lie in one piece in a larger chunk.
-    if is_padded or len(chunk) != len(box.shape):
-        return 0, _NOWHERE
-    first = tuple(o % c for o, c in zip(box.offset, chunk, strict=True))
-    window = Window(0, chunk, Box(first, box.shape))
-    run = window.contiguous_range() if Box.whole(chunk).contains(window.box) else None
-    return (0, _NOWHERE) if run is None else (run[0] * itemsize, window.array_size * itemsize)
+        return _ANY
+    key, num_bytes = table.key(row), int(table.num_bytes[row])
+    wanted = index.chunk_shape(key)
+    padded_bytes = num_bytes if wanted is None else math.prod(wanted) * int(table.itemsizes[row])
+    if wanted is None or padded_bytes == num_bytes:
+        return num_bytes
+    # At the edge of a tensor it is padded, and the padding depends on the chunk.
+    return padded_bytes if tuple(wanted) == tuple(base.index.chunk_shape(key) or ()) else _NOWHERE
 
 
 _COPIED_BYTES: Final = 2**24

@@ -316,8 +316,7 @@ class ZarrFolderWriter(StorageWriter):
         files = tuple(stored[names[row]] for row in rows)
         extents = np.zeros((len(rows), 3), dtype=np.int64)
         extents[:, 0], extents[:, 2] = np.arange(len(rows)), [file.num_bytes for file in files]
-        is_nested = np.zeros(len(rows), dtype=np.bool_)
-        return Candidates(np.array(rows, dtype=np.int64), files, extents, is_nested)
+        return Candidates(np.array(rows, dtype=np.int64), files, extents)
 
 
 def _fill_chunks(table: ShardTable, index: Index) -> Bools:
