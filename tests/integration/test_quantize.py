@@ -455,3 +455,26 @@ def test_what_does_not_fit(folder: Path) -> None:
             preview_recipe(Recipe(rule, QUANTIZE), folder)
         assert text in str(caught.value)
         assert "rule 2 of the recipe does not fit: quantize '{x*}'" in str(caught.value)
+
+
+def test_the_configuration_of_a_quantized_model_says_so(tmp_path: Path) -> None:
+    """Or readers would take codes for values; also by way of another format, and back again."""
+    folder = tmp_path / "model"
+    names = ("layer.proj.weight", "lm_head.weight")
+    save({key: shard(key, torch.ones(32, 48)) for key in names}, folder, "safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    quantize = Recipe(Quantize("layer.{x*}", BLOCK))
+    convert(folder, tmp_path / "zarr", "zarr", recipe=quantize)
+    convert(tmp_path / "zarr", tmp_path / "fp8", "safetensors")
+    said = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert said["model_type"] == "llama"
+    assert said["quantization_config"] == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [16, 16],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    dequantize = Recipe(Dequantize(block=BLOCK))
+    convert(tmp_path / "fp8", tmp_path / "back", "safetensors", recipe=dequantize)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == {"model_type": "llama"}

@@ -201,16 +201,22 @@ def model_files_of(common: Mapping[Any, Any]) -> dict[str, bytes]:
     }
 
 
-def without_quantization(common: Mapping[Any, Any], path: Location) -> dict[Any, Any]:
-    """The common state of a model after its values are dequantized: its configuration says nothing
-    of quantization, or readers would dequantize again. ``path`` is named in errors.
+def quantized_as(
+    common: Mapping[Any, Any], path: Location, quantization: Mapping[str, object] | None
+) -> dict[Any, Any]:
+    """The common state of a model whose configuration says how its values are quantized, or that
+    they are not: readers would else dequantize again, or take codes for values. ``path`` is named
+    in errors.
     """
-    files = model_files_of(common)
+    files, name = model_files_of(common), "quantization_config"
     if _CONFIG not in files:
         return dict(common)
     with local_folder.parsing("the configuration of the model cannot be read", path / _CONFIG):
         config = local_folder.parse_json(files[_CONFIG])
-        if config.pop("quantization_config", None) is not None:
+        before = config.pop(name, None)
+        if quantization is not None:
+            config[name] = dict(quantization)
+        if before != config.get(name):
             files[_CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
     return {**common, MODEL_FILES_KEY: files}
 
