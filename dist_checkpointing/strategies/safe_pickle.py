@@ -213,8 +213,9 @@ def deserialize(
     except UnsupportedFormatError:
         raise
     except Exception as error:
-        refused = [] if trusted else _refused_globals(file, stand_ins)
-        if refused and not isinstance(error, BadRecord):
+        # torch would inflate what is compressed to look for names.
+        is_damaged = trusted or isinstance(error, BadRecord)
+        if refused := [] if is_damaged else _refused_globals(file, stand_ins):
             raise _refusal(
                 "the file needs classes or functions that are not on the allow-list of plain data",
                 where,

@@ -28,9 +28,10 @@ def test_temporary_files_of_a_killed_save_are_cleared_away(
     """Files that are replaced as a whole have such names for a moment."""
     left: list[Path] = []
 
-    def leave(real: Any, source: Path, target: Path) -> None:
-        if source.suffix == ".tmp":
-            copied = source.with_name(f"{source.name[:-12]}0123abcd.tmp")
+    def leave(real: Any, source: str, target: str) -> None:
+        path = Path(source)
+        if path.suffix == ".tmp":
+            copied = path.with_name(f"{path.name[:-12]}0123abcd.tmp")
             copied.write_bytes(b"half")
             left.append(copied)
         real(source, target)

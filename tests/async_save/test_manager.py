@@ -259,11 +259,11 @@ def test_the_pointer_moves_after_the_commit_and_retention_after_the_pointer(tmp_
     manager.save(1, state(1))
     seen: list[str] = []
 
-    def replacing(real: Any, source: Path, target: Path) -> None:
-        if target.name == "metadata.json":
+    def replacing(real: Any, source: str, target: str) -> None:
+        if Path(target).name == "metadata.json":
             seen.append("commit")
-        elif target.name == "manager.json" and "pointer" not in seen:
-            seen.extend(["pointer"] * (json.loads(source.read_text())["latest"] == 2))
+        elif Path(target).name == "manager.json" and "pointer" not in seen:
+            seen.extend(["pointer"] * (json.loads(Path(source).read_text())["latest"] == 2))
         real(source, target)
 
     def deleting(real: Any, path: Any, *arguments: Any, **options: Any) -> None:

@@ -335,7 +335,7 @@ BAD_STATES: dict[str, tuple[BadState, list[str]]] = {
     ),
     "data is None": (
         lambda rank: {"deep": [rows("w", rank, 3, data=None if rank == 1 else torch.ones(2, 3))]},
-        ["'w'", "data is None", "state_dict['deep'][0]", "rank 1"],
+        ["'w'", "is None", "state_dict['deep'][0]", "rank 1"],
     ),
     "a dtype no format holds": (
         lambda rank: {"w": box("w", rank, rank + 1, 3, **BITS)},

@@ -95,7 +95,7 @@ def test_a_store(saves: tuple[str, ...], options: dict[str, Any], least_states: 
 @pytest.mark.parametrize(
     ("saves", "removals", "fault", "problem"),
     [
-        (AB, (), "commit_is_replaced", "has lost its data"),
+        (AB, (), "commit_is_replaced", "came to light again"),
         (AB, (), "clears_before_ending", "has lost its data"),
         (AB, (), "lists_data_after_claim", "has lost its data"),
         (AB, (), "without_second_list", "has lost its data"),

@@ -17,7 +17,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"key": ""}, "must be a string that is not empty"),
     ({"key": "\ud800"}, "text that UTF-8 can hold"),
     ({"dtype": torch.int32}, "another dtype"),
-    ({"dtype": torch.quint8, "data": None}, "data is None"),
+    ({"dtype": torch.quint8, "data": None}, "is None"),
     ({"global_offset": (0.0, 0)}, "must hold integers"),
     ({"global_offset": (-4, 0)}, "must hold ints >= 0"),
     ({"global_shape": (8, 6, 1)}, "one entry for each axis"),
@@ -36,7 +36,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"flattened_range": slice(9, 8), "data": torch.zeros(0)}, "must lie inside"),
     ({"flattened_range": slice(0, 5)}, "has another shape"),
     ({"data": torch.zeros(6, 4)}, "has another shape"),
-    ({"data": None}, "data is None"),
+    ({"data": None}, "is None"),
 ]
 RIGHT: list[dict[str, Any]] = [
     {"local_shape": [4, 6]},
