@@ -69,7 +69,7 @@ class _OneOfMany(SingleProcess):
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.world_size = len(messages)
-        self.arrived: float | None = None
+        self.arrived = 0.0
         self._messages = messages
         self._late: dict[int, list[bytes]] = {}
 
@@ -123,14 +123,15 @@ class Planned:
 
 def plan_of_rank0(leaves: Leaves, messages: Sequence[Message]) -> Planned:
     """Plan a save with the messages of all ranks, of which the first is made again."""
-    comm = _OneOfMany(messages)
+    comm = _OneOfMany(messages) if len(messages) > 1 else SingleProcess()
     begin = time.process_time()
     planning = SavePlanning(leaves, DefaultSavePlanner(), RowBlockLayout(), comm)
     exchanged = planning.exchange(comm)
     arrived = time.process_time()
     _, index, _ = planning.plan_from_tables(exchanged)
     done = time.process_time()
-    return Planned(index, arrived - (comm.arrived or arrived), done - begin)
+    received = comm.arrived if isinstance(comm, _OneOfMany) else begin
+    return Planned(index, arrived - received, done - begin)
 
 
 def load_plan(wanted: Leaves, stored: Index) -> tuple[LoadPlan, float]:
