@@ -348,6 +348,7 @@ def test_under_torchrun(tmp_path: Path, samples: Samples, dckpt: Run) -> None:
     assert json.loads(seen.stdout) == alone.json
 
 
+@pytest.mark.exhaustive
 def test_diff_and_stats_under_torchrun(tmp_path: Path, dckpt: Run) -> None:
     values = {f"w{i}": torch.arange(6.0) + i for i in range(5)}
     save({key: shard(key, full) for key, full in values.items()}, tmp_path / "a")
