@@ -46,7 +46,6 @@ def holds(seen: Explored, least_states: int, *ends: str) -> bool:
         minutes(AB, {"overwrite": False, "has_removal": True}, 50_000),
         minutes(ABC, {"overwrite": False}, 40_000),
         minutes(ABC, {"overwrite": True}, 150_000),
-        minutes(ABC, {"overwrite": True, "late": ("A",)}, 250_000),
     ],
 )
 def test_a_folder(saves: tuple[str, ...], options: dict[str, Any], least_states: int) -> None:
@@ -82,9 +81,6 @@ def test_what_each_step_in_a_folder_is_for(
         (AB, {"overwrite": False}, 2_000),
         (AB, {"overwrite": True}, 3_000),
         (("A",), {"overwrite": True, "removals": ("R",)}, 1_000),
-        minutes(ABC, {"overwrite": False}, 100_000),
-        minutes(ABC, {"overwrite": True}, 100_000),
-        minutes(AB, {"overwrite": True, "removals": ("R",)}, 500_000),
     ],
 )
 def test_a_store(saves: tuple[str, ...], options: dict[str, Any], least_states: int) -> None:

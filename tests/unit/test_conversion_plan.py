@@ -111,10 +111,10 @@ def test_values_of_codes_are_no_lossy_cast() -> None:
 
 
 def test_each_of_several_patterns_must_match() -> None:
-    rules = [Keep(["a.{x}", "rng", "optimzer.{x*}"]), Drop(["a.b", "a.b"]), Drop("a.c")]
+    rules = [Keep(["a.{x}", "rng", "missing.{x*}"]), Drop(["a.b", "a.b"]), Drop("a.c")]
     made = derive(Recipe(*rules), INDEX, ["rng"])
     (finding,) = made.unused
-    text = "nothing matches rule 3 (drop 'a.c'), 'optimzer.{x*}' of rule 1: a pattern must match"
+    text = "nothing matches rule 3 (drop 'a.c'), 'missing.{x*}' of rule 1: a pattern must match"
     assert finding.problem.startswith(text)
 
 
