@@ -475,6 +475,15 @@ def test_the_configuration_of_a_quantized_model_says_so(tmp_path: Path) -> None:
         "weight_block_size": [16, 16],
         "modules_to_not_convert": ["lm_head"],
     }
+    # What stays quantized says so, and what does not is named.
+    more = Recipe(Quantize("lm_head.{x*}", BLOCK))
+    convert(tmp_path / "fp8", tmp_path / "all", "safetensors", recipe=more)
+    said = json.loads((tmp_path / "all" / "config.json").read_text())
+    assert said["quantization_config"]["modules_to_not_convert"] == []
+    head = Recipe(Dequantize("lm_head.{x*}", block=BLOCK))
+    convert(tmp_path / "all", tmp_path / "some", "safetensors", recipe=head)
+    said = json.loads((tmp_path / "some" / "config.json").read_text())
+    assert said["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
     dequantize = Recipe(Dequantize(block=BLOCK))
     convert(tmp_path / "fp8", tmp_path / "back", "safetensors", recipe=dequantize)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == {"model_type": "llama"}

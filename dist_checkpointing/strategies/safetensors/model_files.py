@@ -23,9 +23,11 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.dtypes import DType, from_name
+from dist_checkpointing.format.dtypes import FLOATING, DType, from_name
 from dist_checkpointing.format.foreign_formats import MODEL_INDEX_SUFFIX, MODEL_SUFFIX
 from dist_checkpointing.format.geometry import Ints, ints_from_json
+from dist_checkpointing.planning.derived_tensors import DerivedTensor
+from dist_checkpointing.planning.quantization import BlockQuantization
 
 BACKEND: Final = "safetensors"
 MODEL_FILES_KEY: Final = "hugging_face"
@@ -52,6 +54,8 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_INDEX_BYTES = 1 << 30
 _ALIGNMENT = 8
 _CONFIG = "config.json"
+_QUANTIZATION = "quantization_config"
+_SCALES = ("_scale_inv", "_scale", "_scales")
 _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 MAX_MODEL_FILE_BYTES = 128 * 2**20
 
@@ -202,21 +206,39 @@ def model_files_of(common: Mapping[Any, Any]) -> dict[str, bytes]:
 
 
 def quantized_as(
-    common: Mapping[Any, Any], path: Location, quantization: Mapping[str, object] | None
+    common: Mapping[Any, Any], path: Location, tensors: Mapping[str, DerivedTensor]
 ) -> dict[Any, Any]:
-    """The common state of a model whose configuration says how its values are quantized, or that
-    they are not: readers would else dequantize again, or take codes for values. ``path`` is named
-    in errors.
+    """The common state of a model of these tensors: its configuration says how they are quantized,
+    or that they are not. Readers would else dequantize again, or take codes for values.
+
+    ``path`` is named in errors.
     """
-    files, name = model_files_of(common), "quantization_config"
-    if _CONFIG not in files:
+    pieces = [piece.quantization for tensor in tensors.values() for piece in tensor.pieces]
+    files = model_files_of(common)
+    if _CONFIG not in files or not any(pieces):
         return dict(common)
+    blocks = {own.block[-2:] for own in pieces if isinstance(own, BlockQuantization)}
     with local_folder.parsing("the configuration of the model cannot be read", path / _CONFIG):
         config = local_folder.parse_json(files[_CONFIG])
-        before = config.pop(name, None)
-        if quantization is not None:
-            config[name] = dict(quantization)
-        if before != config.get(name):
+        before = config.pop(_QUANTIZATION, None)
+        how = {**(before or {})}
+        if len(blocks) == 1 and len(block := blocks.pop()) == 2:
+            # As DeepSeek has it.
+            how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+            how["weight_block_size"] = [*block]
+        if how and any(key.endswith(_SCALES) for key in tensors):
+            if how.get("quant_method") in ("fp8", "mxfp4"):
+                # Whatever is no linear layer is passed over.
+                how["modules_to_not_convert"] = [
+                    key.removesuffix(".weight")
+                    for key, tensor in tensors.items()
+                    if len(tensor.shape) == 2
+                    and tensor.dtype.name in FLOATING
+                    and not tensor.dtype.name.startswith("float8")
+                    and not key.endswith(_SCALES)
+                ]
+            config[_QUANTIZATION] = how
+        if before != config.get(_QUANTIZATION):
             files[_CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
     return {**common, MODEL_FILES_KEY: files}
 

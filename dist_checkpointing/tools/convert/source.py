@@ -21,7 +21,6 @@ from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import check_config, check_files, read_seal
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory
-from dist_checkpointing.planning.quantization import BlockQuantization
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.planning.shard_table import Bools
 from dist_checkpointing.serialization.load_recipe import source_leaves
@@ -73,28 +72,7 @@ class Source:
 
     def common(self) -> dict[Any, Any]:
         """The common state to write: the configuration of a model says how it is quantized now."""
-        tensors = self.made.tensors
-        changed = {
-            key: piece.quantization
-            for key, tensor in tensors.items()
-            for piece in tensor.pieces
-            if piece.quantization is not None
-        }
-        if not changed:
-            return self.opened.common
-        blocks = {own.block[-2:] for own in changed.values() if isinstance(own, BlockQuantization)}
-        config = None
-        if len(blocks) == 1:
-            # As DeepSeek has it. Whatever is no linear layer is passed over.
-            whole = [key for key in tensors if key not in changed and len(tensors[key].shape) == 2]
-            config = {
-                "quant_method": "fp8",
-                "fmt": "e4m3",
-                "activation_scheme": "dynamic",
-                "weight_block_size": [*blocks.pop()],
-                "modules_to_not_convert": [key.removesuffix(".weight") for key in whole],
-            }
-        return quantized_as(self.opened.common, self.opened.path, config)
+        return quantized_as(self.opened.common, self.opened.path, self.made.tensors)
 
     def limit(self, budget: Budget) -> None:
         """Let checks take no more memory than the budget allows."""
