@@ -24,7 +24,6 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.comm import Comm
 from dist_checkpointing.planning import (
     Concat,
     Dequantize,
@@ -35,13 +34,11 @@ from dist_checkpointing.planning import (
     Unstack,
 )
 from dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
     preview_recipe,
 )
-from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
-from dist_checkpointing.testing import assert_same_bits, run_ranks
+from dist_checkpointing.testing import assert_same_bits
 from dist_checkpointing.tools.convert import convert
-from quantized import Tensors, of_blocks, part_of, written
+from quantized import Tensors, check_parts, of_blocks, written
 from states import BACKEND, blanks, shard, wholes
 from tiers import examples
 
@@ -210,19 +207,9 @@ def test_any_sharding_is_a_part_of_the_whole(
     # Values are converted once, to the dtype of the memory.
     full = {key: own.to(dtype) for key, own in change(quantized).items()}
 
-    def on_rank(comm: Comm) -> None:
-        template, wanted = {}, {}
-        for key, own in full.items():
-            template[key], wanted[key] = part_of(key, own, comm, cut, at)
-        strategy = None
-        if shares:
-            reading: Any = get_default_load_sharded_strategy(str(folder))
-            strategy = FullyParallelLoadStrategyWrapper(reading, comm, min_shared_bytes=0)
-        found = load(template, folder, strategy, recipe=recipe, cast="any", comm=comm)
-        for key, own in wanted.items():
-            assert_same_bits(found[key], own.contiguous(), key)
-
-    run_ranks(world_size, on_rank)
+    check_parts(
+        folder, full, recipe, cut=cut, at=at, world_size=world_size, shares=shares, cast="any"
+    )
 
 
 def without_norms(tensors: Tensors) -> Tensors:

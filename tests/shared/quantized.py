@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dist_checkpointing import ShardedTensor
+from dist_checkpointing import ShardedTensor, load
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.planning import Recipe
+from dist_checkpointing.serialization import get_default_load_sharded_strategy
+from dist_checkpointing.strategies import FullyParallelLoadStrategyWrapper
+from dist_checkpointing.testing import assert_same_bits, run_ranks
+from dist_checkpointing.validation.load_errors import Cast
 from states import flat
 
 Tensors = dict[str, torch.Tensor]
@@ -49,3 +54,31 @@ def part_of(key: str, full: torch.Tensor, comm: Comm, cut: str, at: list[float])
     memory = torch.full([*reversed(part.shape)], 1.0).to(full.dtype)
     memory = memory.permute(*reversed(range(full.ndim)))
     return ShardedTensor.from_offset(key, memory, full.shape, offset), part
+
+
+def check_parts(
+    folder: Path,
+    full: Tensors,
+    recipe: Recipe,
+    *,
+    cut: str,
+    at: list[float],
+    world_size: int,
+    shares: bool,
+    cast: Cast = "error",
+) -> None:
+    """Load the parts of all ranks, which may read for each other; they are those of ``full``."""
+
+    def on_rank(comm: Comm) -> None:
+        template, wanted = {}, {}
+        for key, own in full.items():
+            template[key], wanted[key] = part_of(key, own, comm, cut, at)
+        strategy = None
+        if shares:
+            reading: Any = get_default_load_sharded_strategy(str(folder))
+            strategy = FullyParallelLoadStrategyWrapper(reading, comm, min_shared_bytes=0)
+        found = load(template, folder, strategy, recipe=recipe, cast=cast, comm=comm)
+        for key, own in wanted.items():
+            assert_same_bits(found[key], own.contiguous(), key)
+
+    run_ranks(world_size, on_rank)
