@@ -20,7 +20,8 @@ if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> typing.Any:
         for module in () if name.startswith("_") else ("checkpoint", "verify_checkpoint"):
-            found = vars(importlib.import_module(f"{__name__}.{module}"))
-            if name in found:
-                return found[name]
+            found = vars(importlib.import_module(f"{__name__}.{module}")).get(name)
+            # Not what the module itself has imported.
+            if getattr(found, "__module__", "").startswith(f"{__name__}."):
+                return found
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
