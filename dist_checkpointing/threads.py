@@ -162,15 +162,16 @@ def in_threads(work: Callable[[T], R], tasks: Sequence[T], threads: int) -> list
                 errors[number] = error
 
     others = [Thread(target=run, name="chunk-io") for _ in range(min(threads, len(tasks)) - 1)]
+    started: list[Thread] = []
     try:
         for thread in others:
             thread.start()
+            started.append(thread)
         run()
     finally:
         left.clear()
-        for thread in others:
-            if thread.ident is not None:
-                thread.join()
+        for thread in started:
+            thread.join()
     if errors:
         # Tasks begin in order, so this is the same one each time.
         raise errors[min(errors)]

@@ -12,13 +12,13 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import queue
 import time
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final
 
@@ -406,7 +406,7 @@ class Heartbeats(Thread):
         super().__init__(daemon=True, name=name)
         self._path, self._period = brief(path, max(period, _BRIEF_SECONDS)), period
         # The collector may stop this while the thread itself holds the lock of an Event.
-        self._stops = SimpleQueue[None]()
+        self._stops = queue.SimpleQueue[None]()
         self.count = 0
         self.start()
 
@@ -415,7 +415,7 @@ class Heartbeats(Thread):
 
     def run(self) -> None:
         while True:
-            with suppress(Empty):
+            with suppress(queue.Empty):
                 self._stops.get(timeout=self._period)
                 return
             self.count += 1

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Condition, Event, Lock, Thread
+from threading import Thread
 from typing import Any, Final, Literal
 
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
@@ -120,7 +121,7 @@ class Copier:
     def __init__(self, near: RunFolder, home: RunFolder) -> None:
         self._near, self._home = near, home
         self.pending: Mapping[int, str] = {}
-        self._changed = Condition()
+        self._changed = threading.Condition()
         self._is_woken = self._is_ending = False
         self._pause = _FIRST_PAUSE  # between two looks for orders: often after each save
         self._thread: Thread | None = None
@@ -191,7 +192,7 @@ class StoreCopier(Copier):
         self._whole: Mapping[int, Seal] = {}
         self._failed: dict[int, str] = {}
         self._released: dict[int, str] = {}
-        self._copying = Lock()
+        self._copying = threading.Lock()
 
     def resume(self, whole: Mapping[int, Seal]) -> None:
         """Keep the steps that the disks hold together, whatever is on this disk."""
@@ -380,7 +381,7 @@ class StoreCopier(Copier):
                 message = f"{order.folder} was not copied into the store"
                 raise CheckpointingException(message, findings)
             if waiting:
-                Event().wait(pause)
+                threading.Event().wait(pause)
                 pause = min(2 * pause, _LAST_PAUSE)
         return names
 

@@ -1,0 +1,498 @@
+"""Histories of a training: what a seed makes of it, how one runs, and the shortest that fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final
+
+import torch
+
+from dist_checkpointing import (
+    CheckpointingException,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    ObjectPath,
+    Retention,
+    ShardedObject,
+    ShardedTensor,
+    load,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import RankFailedError
+from dist_checkpointing.testing.simulation.oracle import Oracle, State, ViolationError
+from dist_checkpointing.testing.simulation.scheduler import StuckError
+from dist_checkpointing.testing.simulation.world import OWN, SHARED, Fault, Launch, World
+
+ROWS: Final = 24
+BACKENDS: Final = ("tensorstore", "zarr", "torch_dist")
+ERRORS: Final = ("EIO", "ENOSPC", "EMFILE", "ESTALE", "EINTR")
+_SETTLED_SECONDS: Final = 40.0
+"""After which every machine sees what another one has done."""
+_LONGEST_SECONDS: Final = 3000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a history.
+
+    Attributes:
+        kind: "launch", "save", "async save", "load", "remove", "power cut", "clock" or "wait".
+        seed: Of what happens in it.
+        number: Ranks of a launch; which step is loaded or removed, counted from the newest.
+        faults: What happens to operations of the event.
+    """
+
+    kind: str
+    seed: int
+    number: int = 0
+    faults: tuple[Fault, ...] = ()
+
+    def __str__(self) -> str:
+        faults = ", ".join(
+            f"{fault.kind} at operation {fault.at}"
+            + (f" for {fault.seconds:.0f} s" if fault.seconds else "")
+            for fault in self.faults
+        )
+        return f"{self.kind} {self.number or ''}{' with ' if faults else ''}{faults}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A training: where it saves and how, and what happens.
+
+    Attributes:
+        seed: That it was made of.
+        place: "folder", "store", or "fast": disks of the machines and a store.
+        is_late: Whether machines see late what others have done.
+        is_busy: Whether threads stop for a while now and then.
+        is_lossy: Whether the store loses requests.
+    """
+
+    seed: int
+    place: str
+    backend: str
+    machines: int
+    events: tuple[Event, ...]
+    keep_last: int | None = None
+    is_incremental: bool = False
+    is_late: bool = False
+    is_busy: bool = False
+    is_lossy: bool = False
+    has_flock: bool = True
+    changes: float = 0.1
+
+    @classmethod
+    def of(cls, seed: int) -> History:
+        """The history that a seed makes."""
+        dice = random.Random(seed)
+        place = dice.choice(["folder", "folder", "folder", "store", "store", "fast"])
+        machines = dice.choice([1, 1, 2, 2, 3, 4])
+        events = [_event(dice, "launch", machines)]
+        for _ in range(dice.randint(2, 8)):
+            kinds = ["save"] * 6 + ["async save"] * 3 + ["launch"] * 3
+            kinds += ["load", "load", "remove", "power cut", "clock", "wait"]
+            events.append(_event(dice, dice.choice(kinds), machines))
+        return cls(
+            seed,
+            place,
+            dice.choice(BACKENDS),
+            machines,
+            tuple(events),
+            keep_last=dice.choice([None, 1, 2, 3]),
+            is_incremental=place == "folder" and dice.random() < 0.3,
+            is_late=machines > 1 and dice.random() < 0.4,
+            is_busy=dice.random() < 0.3,
+            is_lossy=place != "folder" and dice.random() < 0.4,
+            has_flock=dice.random() < 0.85,
+            changes=dice.choice([0.02, 0.1, 0.5]),
+        )
+
+
+def _event(dice: random.Random, kind: str, machines: int) -> Event:
+    faults = []
+    if kind in ("launch", "save", "async save", "load", "remove") and dice.random() < 0.5:
+        at = int(10 ** dice.uniform(0, 2.4)) - 1
+        what = dice.choice(["kill", "kill", "kill machine", "kill all", "power", "freeze", "error"])
+        seconds = 0.0
+        if what == "freeze":
+            seconds = 10.0 ** dice.uniform(0, 3)
+        elif what == "error":
+            what = dice.choice(ERRORS)
+        faults.append(Fault(at, what, seconds))
+    number = 0
+    if kind == "launch":
+        number = dice.choice([1, 1, 2, 2, 3, 4, 8])
+    elif kind in ("load", "remove"):
+        number = dice.randint(0, 3)
+    return Event(kind, dice.randrange(1 << 30), number, tuple(faults))
+
+
+def state_of(comm: Comm, value: int | None) -> dict[str, Any]:
+    """What a rank saves, of which everything is one value; or a template."""
+    number = -1 if value is None else value
+    world_size, rank = comm.world_size, comm.rank
+    rows = torch.full((ROWS // world_size, 2), float(number))
+    same = torch.full((3,), float(number))
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, world_size)),
+        "same": ShardedTensor.from_rank_offsets("optimizer.same", same, replica_id=rank),
+        "object": ShardedObject("object", {"value": number}, (1,), (0,), replica_id=rank),
+        "value": number,
+    }
+
+
+def value_of(loaded: Any) -> int:
+    """The one value of a state that was loaded; ViolationError if it has several."""
+    numbers = {*loaded["rows"].flatten().tolist(), *loaded["same"].tolist()}
+    numbers |= {float(loaded["value"]), float(loaded["object"]["value"])}
+    if len(numbers) > 1:
+        raise ViolationError(f"a load returned a mixture of the values {sorted(numbers)}")
+    return int(numbers.pop())
+
+
+Command = Callable[["_Rank"], Any]
+
+
+@dataclass(eq=False)
+class _Rank:
+    """A rank of a training, with its manager."""
+
+    comm: Comm
+    manager: CheckpointManager | None = None
+
+
+@dataclass(eq=False)
+class _Training:
+    """Ranks that carry out commands, one after the other.
+
+    Attributes:
+        results: What each rank has returned or raised, for each command.
+        position: The step that it has come to.
+        begun: Saves that it has begun, with the position of each.
+        pending: The save that goes on in the background.
+    """
+
+    commands: list[Command] = field(default_factory=list)
+    results: list[dict[int, Any]] = field(default_factory=list)
+    launch: Launch | None = None
+    position: int | None = None
+    begun: list[tuple[tuple[int, int], int | None]] = field(default_factory=list)
+    pending: tuple[int, int] | None = None
+
+
+class Player:
+    """Plays a history in a world, and looks at the run after each event."""
+
+    def __init__(self, world: World, history: History) -> None:
+        self.world, self.history = world, history
+        self.oracle = Oracle()
+        self.values = count(1)
+        self.training: _Training | None = None
+        self.left: list[_Training] = []
+        self.root = {"folder": f"{SHARED}/run"}.get(history.place, "s3://bucket/run")
+        world.shared.has_flock = history.has_flock
+        world.store.losses = 0.05 if history.is_lossy else 0.0
+        world.store.late_seconds = 20.0 if history.is_lossy else 0.0
+
+    def play(self) -> None:
+        for event in self.history.events:
+            self.world.note(str(event), "", "EVENT")
+            self.world.scheduler.random.seed(event.seed)
+            self._play(event)
+            self._check(is_settled=False)
+        if self.training is not None:
+            self._end(self.training)
+        for training in self.left:
+            assert training.launch is not None
+            training.launch.end()
+        self._begin(Event("launch", 0, self.history.machines))
+        self._check(is_settled=True)
+        self._save(Event("save", 0))
+        self._check(is_settled=True, is_last=True)
+
+    def _play(self, event: Event) -> None:
+        dice = self.world.scheduler.random
+        if event.kind == "launch":
+            if self.training is not None:
+                self._end(self.training)
+            self._begin(event)
+        elif event.kind == "power cut":
+            names = [*self.world.machines]
+            self.world.lose_power(dice.sample(names, dice.randint(1, len(names))))
+            if self.training is not None:
+                self._end(self.training)
+        elif event.kind == "clock":
+            machine = dice.choice([*self.world.machines.values()])
+            machine.clock_error = dice.choice([-1, 1]) * 10.0 ** dice.uniform(0, 7)
+        elif event.kind == "wait":
+            self._pass(10.0 ** dice.uniform(0, 3.5))
+        else:
+            if self.training is None:
+                self._begin(Event("launch", 0, max(1, self.history.machines)))
+            if self.training is not None:
+                self._finish_pending()
+            if self.training is not None:
+                {
+                    "save": self._save,
+                    "async save": self._save,
+                    "load": self._load,
+                    "remove": self._remove,
+                }[event.kind](event)
+
+    def _pass(self, seconds: float) -> None:
+        self.world.scheduler.wait(lambda: False, seconds)
+
+    def _begin(self, event: Event) -> None:
+        """Start a training, which goes on from the newest step."""
+        self._pass(_SETTLED_SECONDS)
+        ranks = max(1, event.number)
+        names = [*self.world.machines]
+        if self.history.place == "fast":
+            ranks = {1: 1, 2: 2, 3: 3, 4: 4}[len(names)] * (2 if ranks > 2 and len(names) != 3 else 1)
+        else:
+            self.world.scheduler.random.shuffle(names)
+        training = _Training()
+        history = self.history
+
+        def resume(rank: _Rank) -> int | None:
+            rank.manager = CheckpointManager(
+                self.root,
+                history.backend,
+                comm=rank.comm,
+                retention=Retention(keep_last=history.keep_last),
+                fast=f"{OWN}/run" if history.place == "fast" else None,
+                incremental=history.is_incremental and history.backend != "torch_dist",
+            )
+            if not rank.manager.steps():
+                return None
+            return value_of(rank.manager.load(state_of(rank.comm, None)))
+
+        def work(comm: Comm) -> None:
+            rank = _Rank(comm)
+            for number in count():
+                self.world.scheduler.wait(lambda number=number: len(training.commands) > number)
+                try:
+                    result = training.commands[number](rank)
+                except Exception as error:  # noqa: BLE001 - it is what comes out
+                    result = error
+                training.results[number][comm.rank] = result
+
+        training.launch = self.world.start(ranks, work, machines=names)
+        self.training = training
+        results = self._command(event, resume)
+        loaded = {value for value in results.values() if not isinstance(value, Exception)}
+        if len(loaded) > 1:
+            raise ViolationError(f"ranks have loaded different values: {loaded}")
+        for value in loaded:
+            fitting = [s for s in self.oracle.states if value == (s.line[-1][1] if s.line else None)]
+            if not fitting:
+                lines = sorted({state.line for state in self.oracle.states})
+                raise ViolationError(f"a training went on from value {value}; saved were {lines}")
+            self.oracle.move(fitting)
+            newest = {state.line[-1][0] for state in fitting if state.line}
+            training.position = newest.pop() if newest else None
+
+    def _command(self, event: Event, command: Command) -> dict[int, Any]:
+        """What the ranks return or raise; the training is ended if one does not."""
+        training = self.training
+        assert training is not None
+        assert training.launch is not None
+        launch, results = training.launch, dict[int, Any]()
+        begun = self.world.scheduler.now
+        training.results.append(results)
+        self.world.arm(event.faults)
+        training.commands.append(command)
+        self.world.scheduler.wait(
+            lambda: all(
+                rank in results or process.is_dead or process.frozen_until > self.world.scheduler.now
+                for rank, process in enumerate(launch.processes)
+            )
+        )
+        self.world.arm(())
+        seconds = self.world.scheduler.now - begun
+        if seconds > _LONGEST_SECONDS:
+            raise ViolationError(f"{event} took {seconds:.0f} s")
+        self._check_errors(event, results)
+        is_whole = len(results) == len(launch.processes)
+        if not is_whole or any(isinstance(r, Exception) for r in results.values()):
+            self._end(training)
+        return results
+
+    def _check_errors(self, event: Event, results: dict[int, Any]) -> None:
+        errors = [error for error in results.values() if isinstance(error, Exception)]
+        for error in errors:
+            if isinstance(error, ViolationError | StuckError):
+                raise error
+            if not isinstance(error, CheckpointingException | OSError):
+                raise ViolationError(f"{event} raised {error!r}") from error
+        kinds = {(type(error), str(error)) for error in errors}
+        is_one = len(kinds) == 1 and len(errors) == len(results)
+        if errors and not is_one and not any(isinstance(e, RankFailedError) for e in errors):
+            raise ViolationError(f"{event} did not raise the same on all ranks: {results}")
+        is_disturbed = event.faults or self.history.is_lossy or self.left or self.history.is_busy
+        if errors and not is_disturbed and event.kind != "remove":
+            raise ViolationError(f"{event} failed: {errors[0]!r}") from errors[0]
+
+    def _end(self, training: _Training) -> None:
+        """End a training; ranks that are frozen go on later."""
+        assert training.launch is not None
+        for process in training.launch.processes:
+            if process.frozen_until <= self.world.scheduler.now:
+                process.die()
+            elif not process.is_dead and training not in self.left:
+                self.left.append(training)
+        self.training = None
+
+    def _finish_pending(self) -> None:
+        training = self.training
+        assert training is not None
+        if training.pending is None:
+            return
+        save, training.pending = training.pending, None
+        results = self._command(Event("wait for the async save", 0), lambda r: r.manager.wait())  # type: ignore[union-attr]
+        if any(not isinstance(result, Exception) for result in results.values()):
+            self.oracle.move([state for state in self.oracle.states if save in state.must])
+
+    def _save(self, event: Event) -> None:
+        training = self.training
+        assert training is not None
+        dice = self.world.scheduler.random
+        position = training.position
+        save = (1 if position is None else position + dice.choice([1, 1, 2])), next(self.values)
+        is_async = event.kind == "async save"
+
+        def command(rank: _Rank) -> None:
+            manager = rank.manager
+            assert manager is not None
+            state = state_of(rank.comm, save[1])
+            if is_async:
+                manager.async_save(save[0], state)
+            else:
+                manager.save(save[0], state)
+
+        training.begun.append((save, position))
+        before = self.oracle.states
+        results = self._command(event, command)
+        keep_last = self.history.keep_last
+        after = [state.saved(save, position, keep_last) for state in before]
+        is_done = any(not isinstance(result, Exception) for result in results.values())
+        if is_done and not is_async:
+            self.oracle.move(after)
+        else:
+            self.oracle.move(before, after, [state.left(save) for state in before])
+        if is_done:
+            training.position = save[0]
+            training.pending = save if is_async else None
+
+    def _load(self, event: Event) -> None:
+        training = self.training
+        assert training is not None
+        steps = sorted({save[0] for state in self.oracle.states for save in state.must})
+        if not steps:
+            return
+        step = steps[-1 - min(event.number, len(steps) - 1)]
+
+        def command(rank: _Rank) -> int:
+            assert rank.manager is not None
+            return value_of(rank.manager.load(state_of(rank.comm, None), step))
+
+        results = self._command(event, command)
+        for value in {value for value in results.values() if not isinstance(value, Exception)}:
+            if not any((step, value) in state.must | state.may for state in self.oracle.states):
+                raise ViolationError(f"step {step} was loaded with value {value}")
+            training.position = step
+
+    def _remove(self, event: Event) -> None:
+        steps = sorted({save[0] for state in self.oracle.states for save in state.must})
+        if not steps:
+            return
+        step = steps[-1 - min(event.number, len(steps) - 1)]
+
+        def command(rank: _Rank) -> None:
+            assert rank.manager is not None
+            rank.comm.from_rank0("removing", lambda: rank.manager.delete(step))  # type: ignore[union-attr]
+
+        before = self.oracle.states
+        results = self._command(event, command)
+        removed = [state.removed(step) for state in before]
+        is_done = any(not isinstance(result, Exception) for result in results.values())
+        self.oracle.move(removed) if is_done else self.oracle.move(before, removed)
+
+    def _check(self, *, is_settled: bool, is_last: bool = False) -> None:
+        """Look at the run as a reader on some machine does."""
+        del is_last
+        for training in self.left:  # what was frozen may have gone on
+            for save, position in training.begun[-1:]:
+                states = self.oracle.states
+                keep = self.history.keep_last
+                after = [s.saved(save, position, keep) for s in states]
+                self.oracle.move(states, after, [s.left(save) for s in states])
+        self._pass(_SETTLED_SECONDS)
+        dice = self.world.scheduler.random
+        machine = dice.choice([*self.world.machines])
+
+        def look(comm: Comm) -> tuple[dict[int, int], int | None]:
+            found = dict[int, int]()
+            for step in self._steps():
+                try:
+                    template = state_of(comm, None)
+                    path = f"{self.root}/step-{step:08d}"
+                    found[step] = value_of(load(template, path, comm=comm, verify=True))
+                except CheckpointNotFoundError:
+                    continue
+            try:
+                latest = value_of(load(state_of(comm, None), f"{self.root}@latest", comm=comm))
+            except CheckpointNotFoundError:
+                latest = None
+            return found, latest
+
+        losses, self.world.store.losses = self.world.store.losses, 0.0
+        result = self.world.launch(1, look, name="reader", machines=[machine]).results[0]
+        self.world.store.losses = losses
+        if isinstance(result, Exception):
+            raise ViolationError(f"a reader failed: {result!r}") from result
+        found, latest = result
+        if self.history.place == "fast":
+            self.oracle.states = frozenset(s.weakened() for s in self.oracle.states) and self.oracle.states
+        else:
+            steps = {value: step for step, value in found.items()}
+            self.oracle.check(found, steps.get(latest), is_settled=is_settled)
+
+    def _steps(self) -> list[int]:
+        if self.history.place == "folder":
+            names = [path for path, _ in self.world.shared.tree() if "/run/step-" in path]
+        else:
+            names = [f"/{key}" for key in self.world.store.bucket("s3://bucket")]
+        return sorted({int(n.split("/step-")[1][:8]) for n in names if "/step-" in n and ".replaced" not in n})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is wrong in a history, and what was done until then."""
+
+    history: History
+    error: Exception
+    world: World
+
+
+def play(history: History, *, keeps_log: bool = False) -> Failure | World:
+    """Play a history; what was found wrong, or the world in which all went well."""
+    world = World(
+        history.seed,
+        machines=history.machines,
+        late_seconds=15.0 if history.is_late else 0.0,
+        changes=history.changes,
+        stalls=0.001 if history.is_busy else 0.0,
+        shorts=0.05,
+        keeps_log=keeps_log,
+    )
+    with world.installed():
+        player = Player(world, history)
+        try:
+            world.run(player.play)
+        except (ViolationError, StuckError) as error:
+            return Failure(history, error, world)
+    return world

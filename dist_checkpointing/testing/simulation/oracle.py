@@ -1,0 +1,104 @@
+"""What a run must hold after each event: a plain model of a training that saves.
+
+A save that was interrupted has committed or not, and nobody may know. So there are several states
+that a run can be in, and each look at it leaves those that it fits; none is left if it is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+Saved = tuple[int, int]
+"""A step and the value that everything in it has."""
+
+
+class ViolationError(Exception):
+    """A run is not as it must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a run can be.
+
+    Attributes:
+        line: The saves that the newest one has grown from, and itself, oldest first.
+        must: Saves that can be loaded.
+        may: Saves that can be loaded, or are gone.
+    """
+
+    line: tuple[Saved, ...] = ()
+    must: frozenset[Saved] = frozenset()
+    may: frozenset[Saved] = frozenset()
+
+    def saved(self, save: Saved, position: int | None, keep_last: int | None) -> State:
+        """After a save has committed, of a training that had come to ``position``."""
+        line = (*(old for old in self.line if position is not None and old[0] <= position), save)
+        # Of two saves of one step the later one is there.
+        must = {old for old in self.must if old[0] != save[0]} | {save}
+        may = {old for old in self.may if old[0] != save[0]}
+        kept = {*(line if keep_last is None else line[-keep_last:])}
+        return State(line, frozenset(must & kept), frozenset(may | (must - kept)))
+
+    def left(self, save: Saved) -> State:
+        """After a save was interrupted, or has ended when others had gone on."""
+        return replace(self, may=self.may | {save})
+
+    def gone_back(self, position: int) -> State:
+        return replace(self, line=tuple(old for old in self.line if old[0] <= position))
+
+    def removed(self, step: int) -> State:
+        def others(saves: Iterable[Saved]) -> frozenset[Saved]:
+            return frozenset(save for save in saves if save[0] != step)
+
+        line = tuple(save for save in self.line if save[0] != step)
+        return State(line, others(self.must), others(self.may))
+
+    def weakened(self) -> State:
+        """After something that all saves may be lost by."""
+        return State(self.line, frozenset(), self.must | self.may)
+
+    def problem(self, found: Mapping[int, int], latest: int | None, *, is_settled: bool) -> str:
+        """What does not fit what was found: steps with their values; empty if all does.
+
+        A run is settled after a save or the start of a training, and has no old commit to finish.
+        """
+        for step, value in sorted(found.items()):
+            if (step, value) not in self.must | self.may:
+                known = sorted(self.must | self.may)
+                return f"step {step} holds value {value}, where only {known} were committed"
+        for step, value in sorted(self.must):
+            if found.get(step) != value:
+                return f"step {step} with value {value} is lost; found {dict(found)}"
+        if is_settled and self.line and latest != self.line[-1][0]:
+            return f"the latest step is {latest}, not {self.line[-1][0]} of {self.line}"
+        return ""
+
+
+@dataclass
+class Oracle:
+    """The states that a run can be in."""
+
+    states: frozenset[State] = frozenset({State()})
+
+    def move(self, *choices: Collection[State] | Iterable[State]) -> None:
+        self.states = frozenset(state for choice in choices for state in choice)
+
+    def check(self, found: Mapping[int, int], latest: int | None, *, is_settled: bool) -> None:
+        """Keep the states that fit what was found.
+
+        Raises:
+            ViolationError: if none does.
+        """
+        problems = {
+            state: state.problem(found, latest, is_settled=is_settled) for state in self.states
+        }
+        fitting = [state for state, problem in problems.items() if not problem]
+        if not fitting:
+            raise ViolationError("; or ".join(sorted({*problems.values()})))
+        self.states = frozenset(_known(state, found) for state in fitting)
+
+
+def _known(state: State, found: Mapping[int, int]) -> State:
+    """A state, of which is known now what is there."""
+    return replace(state, may=state.may & frozenset(found.items()))

@@ -1,0 +1,392 @@
+"""A world of machines: its disks, its store, its processes, and what happens to them.
+
+The code of the library runs in it unchanged, because what stands in for the operating system and
+the store stands in for functions of Python that are public. Outside of it are C code that opens
+files by their names (TensorStore), and what ranks say to each other by torch.distributed: here they
+are threads, and talk by ``ThreadComm``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import gc
+import importlib
+import itertools
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from dist_checkpointing.comm import Comm, ThreadComm
+from dist_checkpointing.testing.simulation.disk import Disk
+from dist_checkpointing.testing.simulation.scheduler import (
+    Killed,
+    Process,
+    Scheduler,
+    SimulatedLock,
+    threading_functions,
+)
+from dist_checkpointing.testing.simulation.store import SimulatedStore
+from dist_checkpointing.testing.simulation.system_calls import SystemCalls
+
+T = TypeVar("T")
+SHARED: Final = "/sim/shared"
+"""A folder that all machines have, on a network file system."""
+OWN: Final = "/sim/own"
+"""A folder that each machine has for itself."""
+_LOCK_TYPES: Final = (type(threading.Lock()), type(threading.RLock()))
+_worlds = itertools.count()
+
+
+@dataclass(slots=True)
+class Machine:
+    """Attributes:
+    name: Its host name.
+    disk: Its own disk, at ``OWN``.
+    boots: How often it was started.
+    clock_error: Seconds by which its clock is wrong.
+    """
+
+    name: str
+    disk: Disk
+    boots: int = 1
+    clock_error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens at one operation of the processes of a launch.
+
+    Attributes:
+        at: Number of the operation, from 0.
+        kind: ``"kill"`` the process, ``"kill machine"``, ``"kill all"``, ``"freeze"`` the process
+            for ``seconds``, or the name of an error, such as ``"EIO"``.
+        seconds: See ``kind``.
+    """
+
+    at: int
+    kind: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A line of the log."""
+
+    seconds: float
+    process: str
+    name: str
+    path: str
+    outcome: str = ""
+
+
+@dataclass(eq=False)
+class Launch:
+    """Ranks that were started together.
+
+    Attributes:
+        processes: One a rank.
+        results: What each rank has returned or raised; nothing for one that was killed.
+    """
+
+    processes: list[Process]
+    results: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no rank will return any more."""
+        return all(
+            rank in self.results or process.is_dead for rank, process in enumerate(self.processes)
+        )
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.die()
+
+
+class World:
+    """Everything that a history needs, of which nothing is real.
+
+    Args:
+        seed: Decides all that is not determined.
+        machines: How many there are.
+        late_seconds: How late a machine may see what another one has done in ``SHARED``.
+        changes: See ``Scheduler``.
+        stalls: See ``Scheduler``.
+        shorts: How likely a write writes less than it should.
+        keeps_log: Whether ``log`` is filled.
+
+    Attributes:
+        log: Every operation, in order.
+        faults: What is to happen to the operations that come; see ``arm``.
+
+    Example:
+        >>> world = World(seed=7)
+        >>> def training(comm):
+        ...     save({"step": 1}, f"{SHARED}/run/1", comm=comm)
+        >>> with world.installed():
+        ...     results = world.run(lambda: world.launch(4, training).results)
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        machines: int = 1,
+        late_seconds: float = 0.0,
+        changes: float = 0.1,
+        stalls: float = 0.0,
+        shorts: float = 0.0,
+        keeps_log: bool = False,
+    ) -> None:
+        self.scheduler = Scheduler(seed, changes, stalls)
+        dice = self.scheduler.random
+        self.shared = Disk(1 << 20, dice, late_seconds)
+        self.machines = {
+            f"node{number}": Machine(f"node{number}", Disk((1 << 20) + 1 + number, dice))
+            for number in range(machines)
+        }
+        self.store = SimulatedStore(self)
+        self.shorts = shorts
+        self.log: list[Operation] = []
+        self.faults: list[Fault] = []
+        self.counted = 0
+        self._keeps_log = keeps_log
+        self._pids = itertools.count(10**6 + 1000 * (next(_worlds) % 10**5))
+        self._running: dict[int, Process] = {}
+        self.network = Process("network", "network", 1)
+        self._calls = SystemCalls(self)
+
+    @property
+    def process(self) -> Process | None:
+        """The process that this thread is of; None outside of the world."""
+        return self.scheduler.process
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let threads of this world meet it instead of the operating system in the body."""
+        was_enabled = gc.isenabled()
+        gc.disable()  # it would run finalizers at any time
+        random_state = random.getstate()
+        random.seed(self.scheduler.random.random())
+        unraisable, sys.unraisablehook = sys.unraisablehook, _without_killed(sys.unraisablehook)
+        functions = {
+            **self._calls.functions(),
+            **threading_functions(self.scheduler),
+            **self.store.functions(),
+        }
+        replaced = [(*_owner_of(name), call) for name, call in functions.items()]
+        replaced += self._locks_of_modules()
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+        for owner, name, call in replaced:
+            setattr(owner, name, call)
+        try:
+            yield
+        finally:
+            gc.collect()  # what is left of killed processes closes its files here
+            for owner, name, call in before:
+                setattr(owner, name, call)
+            self._calls.close_all()
+            for disk in self._disks():
+                disk.close()
+            sys.unraisablehook = unraisable
+            random.setstate(random_state)
+            if was_enabled:
+                gc.enable()
+
+    def _locks_of_modules(self) -> list[tuple[Any, str, Any]]:
+        """Locks that modules of the library hold: a real one would stop the whole world."""
+        return [
+            (module, name, SimulatedLock(self.scheduler, is_reentrant=not isinstance(value, _LOCK_TYPES[0])))
+            for module_name, module in sorted(sys.modules.items())
+            if module_name.startswith("dist_checkpointing.")
+            for name, value in [*vars(module).items()]
+            if isinstance(value, _LOCK_TYPES)
+        ]
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Run ``work``, which starts processes and waits for them; see ``Scheduler.run``."""
+        return self.scheduler.run(work, Process("driver", "driver", 2))
+
+    def start(
+        self,
+        ranks: int,
+        work: Callable[[Comm], object],
+        *,
+        name: str = "",
+        machines: Sequence[str] = (),
+        timeout_seconds: float = 60.0,
+    ) -> Launch:
+        """Start ranks, dealt to machines in order; they run when the caller waits."""
+        chosen = machines or [*self.machines]
+        per_machine = -(-ranks // len(chosen))
+        rendezvous = ThreadComm.Rendezvous(ranks, timeout_seconds)
+        processes = [
+            self._process(f"{name}{rank}", chosen[rank // per_machine]) for rank in range(ranks)
+        ]
+        launch = Launch(processes)
+        for rank, process in enumerate(processes):
+            process.on_death.append(lambda rank=rank: rendezvous.leave(rank))
+            self.scheduler.spawn(
+                lambda rank=rank: self._run_rank(launch, rank, rendezvous, work), "rank", process
+            )
+        return launch
+
+    def launch(self, ranks: int, work: Callable[[Comm], object], **options: Any) -> Launch:
+        """Start ranks and wait until each has returned or was killed; frozen ones are left."""
+        launch = self.start(ranks, work, **options)
+        self.wait_for(launch)
+        return launch
+
+    def wait_for(self, launch: Launch) -> None:
+        self.scheduler.wait(
+            lambda: all(
+                rank in launch.results or process.is_dead or process.frozen_until > 1e8
+                for rank, process in enumerate(launch.processes)
+            )
+        )
+
+    def _run_rank(
+        self,
+        launch: Launch,
+        rank: int,
+        rendezvous: ThreadComm.Rendezvous,
+        work: Callable[[Comm], object],
+    ) -> None:
+        process = launch.processes[rank]
+        try:
+            launch.results[rank] = work(ThreadComm(rendezvous, rank))
+        except Exception as error:  # noqa: BLE001 - it is the result
+            launch.results[rank] = error
+        process.die()
+
+    def _process(self, name: str, machine: str) -> Process:
+        process = Process(name, machine, next(self._pids))
+        self._running[process.pid] = process
+        process.on_death.append(lambda: self._calls.release_locks(process.pid))
+        process.on_death.append(lambda: self._running.pop(process.pid, None) and None)
+        return process
+
+    def before(self, operation: str, path: str) -> None:
+        """An operation is about to be done: others may go on before, or a fault may happen."""
+        process = self.process
+        if process is None:
+            return
+        self.scheduler.pause()
+        self.note(operation, path)
+        number, self.counted = self.counted, self.counted + 1
+        for fault in self.faults:
+            if fault.at == number:
+                self._happen(fault, process, operation, path)
+
+    def arm(self, faults: Iterable[Fault]) -> None:
+        """Count operations anew, and let these faults happen at theirs."""
+        self.faults, self.counted = [*faults], 0
+
+    def _happen(self, fault: Fault, process: Process, operation: str, path: str) -> None:
+        self.note(operation, path, fault.kind)
+        if fault.kind == "freeze":
+            process.frozen_until = self.scheduler.now + fault.seconds
+            self.scheduler.pause()
+        elif fault.kind == "power":
+            self.lose_power([process.machine])
+            raise Killed
+        elif fault.kind.startswith("kill"):
+            dead = {"kill": [process], "kill all": [*self._running.values()]}.get(fault.kind)
+            if dead is None:
+                dead = [p for p in self._running.values() if p.machine == process.machine]
+            for other in dead:
+                other.die()
+            raise Killed
+        elif operation not in ("stat", "flock"):
+            code = getattr(errno, fault.kind)
+            raise OSError(code, os.strerror(code), path)
+
+    def note(self, operation: str, path: str, outcome: str = "") -> None:
+        """Add a line to the log."""
+        process = self.process
+        if self._keeps_log:
+            name = "" if process is None else process.name
+            self.log.append(Operation(self.scheduler.now, name, operation, path, outcome))
+
+    def lose_power(self, machines: Iterable[str] | None = None) -> None:
+        """Cut machines, by default all, from their power, and start them again."""
+        cut = set(self.machines if machines is None else machines)
+        for process in [*self._running.values()]:
+            if process.machine in cut:
+                process.die()
+        self.shared.lose_power(cut)
+        for name in sorted(cut):
+            self.machines[name].disk.lose_power([name])
+            self.machines[name].boots += 1
+
+    def lose_disk(self, machine: str) -> None:
+        """Give a machine an empty disk."""
+        old = self.machines[machine].disk
+        self.machines[machine].disk = Disk(old.device, self.scheduler.random)
+        old.close()
+
+    def is_short(self) -> bool:
+        """Whether a write writes less than it should."""
+        return self.shorts > 0 and self.scheduler.random.random() < self.shorts
+
+    def clock_error(self, machine: str) -> float:
+        return self.machines[machine].clock_error if machine in self.machines else 0.0
+
+    def is_running(self, pid: int, machine: str) -> bool:
+        return pid in self._running and self._running[pid].machine == machine
+
+    def disk_of(self, machine: str, parts: Sequence[str]) -> tuple[Disk, list[str]]:
+        """The disk that a path below ``/sim`` is on, and the path on it."""
+        if parts and parts[0] == "own" and machine in self.machines:
+            return self.machines[machine].disk, [*parts[1:]]
+        if parts and parts[0] == "shared":
+            return self.shared, [*parts[1:]]
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/".join(parts))
+
+    def proc_file(self, path: str) -> str | None:
+        """A file below ``/proc`` as a process of the world finds it; None for the real one."""
+        process = self.process
+        assert process is not None
+        if path == "/proc/sys/kernel/random/boot_id":
+            machine = self.machines.get(process.machine)
+            return f"{process.machine}-{0 if machine is None else machine.boots}\n"
+        if path == "/proc/self/mountinfo":
+            mounts = [(self.shared, "nfs4"), *((m.disk, "ext4") for m in self.machines.values())]
+            return "".join(
+                f"1 1 {os.major(disk.device)}:{os.minor(disk.device)} / /sim rw - {kind} x rw\n"
+                for disk, kind in mounts
+            )
+        pid, _, rest = path.removeprefix("/proc/").partition("/")
+        if pid.isdigit() and rest == "stat" and int(pid) >= 10**6:
+            if not self.is_running(int(pid), process.machine):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            return f"{pid} (python) S {' '.join(['0'] * 18)} {pid} 0\n"
+        return None
+
+    def _disks(self) -> list[Disk]:
+        return [self.shared, *(machine.disk for machine in self.machines.values())]
+
+
+def _owner_of(name: str) -> tuple[Any, str]:
+    module, _, last = name.rpartition(".")
+    if module == "builtins":
+        return builtins, last
+    if module == "threading.Thread":
+        return threading.Thread, last
+    return importlib.import_module(module), last
+
+
+def _without_killed(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An error in a finalizer of a killed process is none."""
+
+    def call(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, Killed):
+            hook(unraisable)
+
+    return call
