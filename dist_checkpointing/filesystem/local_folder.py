@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import json
 import os
 import re
@@ -149,6 +150,20 @@ def fsync_folder(*paths: Location | str) -> None:
 
 fsync_file = fsync_folder
 """Makes the content of files durable."""
+
+
+def make_durable_folder(path: Path) -> None:
+    """Make a folder, and those above it that are missing; a power cut takes none of them."""
+    missing = [*itertools.takewhile(lambda above: status_of(above) is None, (path, *path.parents))]
+    nearest = missing[-1].parent if missing else path
+    with suppress(PermissionError):  # a folder that may not be listed cannot be synced
+        # Whoever made it was killed before its name was durable, or has put nothing into it yet.
+        if not os.listdir(nearest):
+            fsync_folder(nearest.parent)
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        with suppress(PermissionError):
+            fsync_folder(folder.parent)
 
 
 def remove(path: Path, root: Path) -> None:

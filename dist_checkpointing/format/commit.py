@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -184,7 +183,6 @@ class Attempt:
     creates: tuple[str, ...]
     _lock: FolderLock
     _durability: Durability
-    _made: Sequence[Path]
     _may_be_committed: bool = False
 
     @classmethod
@@ -208,7 +206,7 @@ class Attempt:
         """
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
         refuse_committed(folder, overwrite=overwrite)
-        lock, made = _locked(folder)
+        lock = _locked(folder, durability)
         try:
             # Another save may have ended between the first look and the lock.
             there = refuse_committed(folder, overwrite=overwrite)
@@ -217,7 +215,7 @@ class Attempt:
             if left and is_new:  # a model is replaced with the files beside it
                 left |= {*names}
             refuse_foreign(folder, names, left, there)
-            attempt = cls(name or os.urandom(16).hex(), folder, names, lock, durability, made)
+            attempt = cls(name or os.urandom(16).hex(), folder, names, lock, durability)
             if left or not is_new:
                 # The old checkpoint ends here, before anything of it is damaged.
                 end_commit(folder)
@@ -235,10 +233,6 @@ class Attempt:
         if self._durability is Durability.FSYNC:
             dckpt = self.folder / DCKPT_FOLDER
             local_folder.fsync_folder(self.folder / ATTEMPT_NAME, dckpt, self.folder)
-            for folder in self._made:
-                # One that may not be listed cannot be synced.
-                with suppress(PermissionError):
-                    local_folder.fsync_folder(folder.parent)
 
     def commit(self, config: CheckpointingConfig) -> None:
         """Make the folder a checkpoint.
@@ -351,17 +345,17 @@ def refuse_committed(folder: Location, *, overwrite: bool) -> set[str]:
     raise CheckpointExistsError(message, [Finding(problem, path=str(folder), remedy=remedy)])
 
 
-def _locked(folder: Path) -> tuple[FolderLock, list[Path]]:
-    """The lock of a folder, which is made if it is missing, and the folders that may be new."""
+def _locked(folder: Path, durability: Durability) -> FolderLock:
+    """The lock of a folder, which is made if it is missing."""
+    is_durable = durability is Durability.FSYNC
     while True:
-        made = [folder, *takewhile(lambda path: not is_there(path), folder.parents)]
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            (local_folder.make_durable_folder if is_durable else location.make_folder)(folder)
         except (FileExistsError, NotADirectoryError) as error:
             finding = Finding("a file is in the way", path=str(error.filename))
             raise CheckpointExistsError(f"{folder} cannot be made", [finding]) from error
         try:
-            return FolderLock.acquire(folder), made
+            return FolderLock.acquire(folder)
         except FileNotFoundError:
             continue  # another process removed a checkpoint there, and the folder with it
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem.local_folder import make_durable_folder
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of, is_in_attempt
 from dist_checkpointing.format.run_steps import steps_of_manager
@@ -41,7 +42,7 @@ class FastDisks:
         mark = folder / f".dckpt-rank-{run}"
 
         def make() -> tuple[str, str]:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_durable_folder(folder)
             mark.touch()
             return run, f"{socket.gethostname()}:{folder}"
 

@@ -24,6 +24,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.location import check_room, is_folder, is_there
+from dist_checkpointing.filesystem.local_folder import make_durable_folder
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.format.commit import (
     begin_attempt,
@@ -315,7 +316,8 @@ class RunFolder:
                 record.writer = f"{process}, {now}, manager {self._name}"
                 self._has_saved = True
             if record != stored or durability is Durability.FSYNC:
-                location.make_folder(self.root)
+                if self.is_on_disk:
+                    make_durable_folder(self.root)
                 location.write(self.root / RECORD_NAME, record.to_json(), durability)
 
     def note(self, step: int, **flags: Any) -> None:

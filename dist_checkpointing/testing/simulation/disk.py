@@ -11,7 +11,7 @@ import errno
 import os
 import random
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -118,6 +118,8 @@ class Disk:
         self._inodes: list[Inode] = []
         self.root = self._new(is_folder=True)
         self.root.links = 1
+        self.make("", self.root, "lost+found", is_folder=True)
+        self.sync("", self.root)
 
     def close(self) -> None:
         for inode in self._inodes:
@@ -149,10 +151,15 @@ class Disk:
             return found
         # Of a name that this machine believes to be there, the newest file is opened.
         if look is Look.NOW or (look is Look.OPEN and late.old is not None):
-            for kind in (Look.LIST, Look.STATUS):
-                late.seen_at.pop((machine, kind), None)
-            return found
+            return self.named(machine, folder, name)
         return late.old
+
+    def named(self, machine: str, folder: Inode, name: str) -> Inode | None:
+        """What has a name; the machine knows it from now on, because the server has answered."""
+        if name in folder.late:
+            for kind in (Look.LIST, Look.STATUS):
+                folder.late[name].seen_at.pop((machine, kind), None)
+        return folder.names.get(name)
 
     def listed(self, machine: str, folder: Inode) -> dict[str, Inode]:
         """What a machine sees in a folder."""
@@ -170,7 +177,7 @@ class Disk:
 
     def make(self, machine: str, folder: Inode, name: str, *, is_folder: bool) -> Inode:
         """Create a file or folder that must not be there."""
-        if name in folder.names:
+        if self.named(machine, folder, name) is not None:
             raise _error(errno.EEXIST, [name])
         inode = self._new(is_folder=is_folder)
         self.change(machine, [(folder, name, inode)])
@@ -262,6 +269,12 @@ class Disk:
         for inode in self._inodes:
             for below in inode.names.values():
                 below.links += 1
+
+    def remove(self, is_due: Callable[[str], bool]) -> None:
+        """Delete files by their names, as people do."""
+        for inode in self._inodes:
+            for name in filter(is_due, [*inode.names]):
+                self.change("", [(inode, name, None)])
 
     def tree(self) -> Iterator[tuple[str, Inode]]:
         """Everything that is there, by its path."""

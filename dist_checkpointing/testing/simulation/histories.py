@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Final
 
@@ -181,6 +182,7 @@ class _Training:
     position: int | None = None
     begun: list[tuple[tuple[int, int], int | None]] = field(default_factory=list)
     pending: tuple[int, int] | None = None
+    is_disturbed: bool = False
 
 
 class Player:
@@ -208,6 +210,10 @@ class Player:
         for training in self.left:
             assert training.launch is not None
             training.launch.end()
+        self.left = []
+        self.history = replace(self.history, is_lossy=False, is_busy=False)
+        self.world.store.losses = self.world.scheduler.stalls = 0.0
+        self._pass(_SETTLED_SECONDS)
         self._begin(Event("launch", 0, self.history.machines))
         self._check(is_settled=True)
         self._save(Event("save", 0))
@@ -248,6 +254,8 @@ class Player:
     def _begin(self, event: Event) -> None:
         """Start a training, which goes on from the newest step."""
         self._pass(_SETTLED_SECONDS)
+        if not self.history.has_flock and not self.left:
+            self.world.shared.remove(lambda name: name.startswith(".dckpt.lock"))
         ranks = max(1, event.number)
         names = [*self.world.machines]
         if self.history.place == "fast":
@@ -303,7 +311,8 @@ class Player:
         launch, results = training.launch, dict[int, Any]()
         begun = self.world.scheduler.now
         training.results.append(results)
-        self.world.arm(event.faults)
+        training.is_disturbed |= bool(event.faults)
+        self.world.arm(event.faults, launch)
         training.commands.append(command)
         self.world.scheduler.wait(
             lambda: all(
@@ -311,7 +320,8 @@ class Player:
                 for rank, process in enumerate(launch.processes)
             )
         )
-        self.world.arm(())
+        if event.kind != "async save":  # whose faults may come later
+            self.world.arm(())
         seconds = self.world.scheduler.now - begun
         if seconds > _LONGEST_SECONDS:
             raise ViolationError(f"{event} took {seconds:.0f} s")
@@ -332,7 +342,9 @@ class Player:
         is_one = len(kinds) == 1 and len(errors) == len(results)
         if errors and not is_one and not any(isinstance(e, RankFailedError) for e in errors):
             raise ViolationError(f"{event} did not raise the same on all ranks: {results}")
-        is_disturbed = event.faults or self.history.is_lossy or self.left or self.history.is_busy
+        assert self.training is not None
+        is_disturbed = self.training.is_disturbed or self.left
+        is_disturbed = is_disturbed or self.history.is_lossy or self.history.is_busy
         if errors and not is_disturbed and event.kind != "remove":
             raise ViolationError(f"{event} failed: {errors[0]!r}") from errors[0]
 
@@ -354,7 +366,12 @@ class Player:
         save, training.pending = training.pending, None
         results = self._command(Event("wait for the async save", 0), lambda r: r.manager.wait())  # type: ignore[union-attr]
         if any(not isinstance(result, Exception) for result in results.values()):
-            self.oracle.move([state for state in self.oracle.states if save in state.must])
+            self.oracle.move(
+                state
+                if save in state.must
+                else state.saved(save, training.begun[-1][1], self.history.keep_last)
+                for state in self.oracle.states
+            )
 
     def _save(self, event: Event) -> None:
         training = self.training
@@ -424,11 +441,14 @@ class Player:
     def _check(self, *, is_settled: bool, is_last: bool = False) -> None:
         """Look at the run as a reader on some machine does."""
         del is_last
-        for training in self.left:  # what was frozen may have gone on
+        going_on = [*self.left]  # what was frozen may have gone on
+        if self.training is not None and self.training.pending is not None:
+            going_on.append(self.training)
+        for training in going_on:
             for save, position in training.begun[-1:]:
                 states = self.oracle.states
                 keep = self.history.keep_last
-                after = [s.saved(save, position, keep) for s in states]
+                after = [s.saved(save, position, keep) for s in states if save not in s.must]
                 self.oracle.move(states, after, [s.left(save) for s in states])
         self._pass(_SETTLED_SECONDS)
         dice = self.world.scheduler.random
@@ -480,6 +500,8 @@ class Failure:
 
 def play(history: History, *, keeps_log: bool = False) -> Failure | World:
     """Play a history; what was found wrong, or the world in which all went well."""
+    # Imports draw random numbers, and must not draw those of a history.
+    importlib.import_module(f"dist_checkpointing.strategies.{history.backend}")
     world = World(
         history.seed,
         machines=history.machines,

@@ -321,7 +321,7 @@ class SystemCalls:
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
         disk, folder, name, shown = self._parent(path, dir_fd)
         self._about("unlink", shown, disk)
-        found = folder.names.get(name)
+        found = disk.named(self._machine, folder, name)
         if found is None or found.is_folder:
             code = errno.ENOENT if found is None else errno.EISDIR
             raise OSError(code, os.strerror(code), shown)
@@ -332,7 +332,7 @@ class SystemCalls:
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
         disk, folder, name, shown = self._parent(path, dir_fd)
         self._about("rmdir", shown, disk)
-        found = folder.names.get(name)
+        found = disk.named(self._machine, folder, name)
         if found is None or not found.is_folder or found.names:
             code = errno.ENOENT if found is None else errno.ENOTDIR
             code = errno.ENOTEMPTY if found is not None and found.is_folder else code
@@ -353,7 +353,7 @@ class SystemCalls:
         self._about("link", shown)
         disk, inode, source = self._find(src, Look.NOW, src_dir_fd)
         other, folder, name, shown = self._parent(dst, dst_dir_fd)
-        if disk is not other or inode.is_folder or name in folder.names:
+        if disk is not other or inode.is_folder or other.named(self._machine, folder, name):
             code = errno.EXDEV if disk is not other else errno.EEXIST
             code = errno.EPERM if inode.is_folder else code
             raise OSError(code, os.strerror(code), source, None, shown)
@@ -371,7 +371,8 @@ class SystemCalls:
         self._about("rename", shown)
         disk, source, old, name_shown = self._parent(src, src_dir_fd)
         other, target, new, shown = self._parent(dst, dst_dir_fd)
-        inode, replaced = source.names.get(old), target.names.get(new)
+        inode = disk.named(self._machine, source, old)
+        replaced = other.named(self._machine, target, new)
         code = 0
         if inode is None:
             code = errno.ENOENT

@@ -9,6 +9,7 @@ are threads, and talk by ``ThreadComm``.
 from __future__ import annotations
 
 import builtins
+import copy
 import errno
 import gc
 import importlib
@@ -37,10 +38,10 @@ from dist_checkpointing.testing.simulation.system_calls import SystemCalls
 T = TypeVar("T")
 SHARED: Final = "/sim/shared"
 """A folder that all machines have, on a network file system."""
+_LIBRARY: Final = "dist_checkpointing."
 OWN: Final = "/sim/own"
 """A folder that each machine has for itself."""
-_LOCK_TYPES: Final = (type(threading.Lock()), type(threading.RLock()))
-_worlds = itertools.count()
+_LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
 
 
 @dataclass(slots=True)
@@ -157,7 +158,8 @@ class World:
         self.faults: list[Fault] = []
         self.counted = 0
         self._keeps_log = keeps_log
-        self._pids = itertools.count(10**6 + 1000 * (next(_worlds) % 10**5))
+        self._targets: Launch | None = None
+        self._pids = itertools.count(10**6)
         self._running: dict[int, Process] = {}
         self.network = Process("network", "network", 1)
         self._calls = SystemCalls(self)
@@ -182,6 +184,7 @@ class World:
         }
         replaced = [(*_owner_of(name), call) for name, call in functions.items()]
         replaced += self._locks_of_modules()
+        begin_anew = _process_wide_state()
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
         for owner, name, call in replaced:
             setattr(owner, name, call)
@@ -194,6 +197,7 @@ class World:
             self._calls.close_all()
             for disk in self._disks():
                 disk.close()
+            begin_anew()
             sys.unraisablehook = unraisable
             random.setstate(random_state)
             if was_enabled:
@@ -202,11 +206,9 @@ class World:
     def _locks_of_modules(self) -> list[tuple[Any, str, Any]]:
         """Locks that modules of the library hold: a real one would stop the whole world."""
         return [
-            (module, name, SimulatedLock(self.scheduler, is_reentrant=not isinstance(value, _LOCK_TYPES[0])))
-            for module_name, module in sorted(sys.modules.items())
-            if module_name.startswith("dist_checkpointing.")
-            for name, value in [*vars(module).items()]
-            if isinstance(value, _LOCK_TYPES)
+            (module, name, SimulatedLock(self.scheduler, is_reentrant=isinstance(value, _RLOCK)))
+            for module, name, value in _globals()
+            if isinstance(value, (_LOCK, _RLOCK))
         ]
 
     def run(self, work: Callable[[], T]) -> T:
@@ -220,7 +222,7 @@ class World:
         *,
         name: str = "",
         machines: Sequence[str] = (),
-        timeout_seconds: float = 60.0,
+        timeout_seconds: float = 300.0,
     ) -> Launch:
         """Start ranks, dealt to machines in order; they run when the caller waits."""
         chosen = machines or [*self.machines]
@@ -279,14 +281,15 @@ class World:
             return
         self.scheduler.pause()
         self.note(operation, path)
-        number, self.counted = self.counted, self.counted + 1
-        for fault in self.faults:
-            if fault.at == number:
-                self._happen(fault, process, operation, path)
+        if self._targets is not None and process in self._targets.processes:
+            number, self.counted = self.counted, self.counted + 1
+            for fault in self.faults:
+                if fault.at == number:
+                    self._happen(fault, process, operation, path)
 
-    def arm(self, faults: Iterable[Fault]) -> None:
-        """Count operations anew, and let these faults happen at theirs."""
-        self.faults, self.counted = [*faults], 0
+    def arm(self, faults: Iterable[Fault], launch: Launch | None = None) -> None:
+        """Count the operations of a launch anew, and let these faults happen at theirs."""
+        self.faults, self.counted, self._targets = [*faults], 0, launch
 
     def _happen(self, fault: Fault, process: Process, operation: str, path: str) -> None:
         self.note(operation, path, fault.kind)
@@ -371,6 +374,28 @@ class World:
 
     def _disks(self) -> list[Disk]:
         return [self.shared, *(machine.disk for machine in self.machines.values())]
+
+
+def _globals() -> list[tuple[Any, str, Any]]:
+    """Every global name of the library: its module, and what it stands for."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(_LIBRARY)]
+    return [(module, *item) for module in modules for item in [*vars(module).items()]]
+
+
+def _process_wide_state() -> Callable[[], None]:
+    """What puts everything back that the library keeps for a whole process, such as caches."""
+    kept = [(value, copy.copy(value)) for _, _, value in _globals() if type(value) in (set, dict)]
+    caches = [value.cache_clear for _, _, value in _globals() if hasattr(value, "cache_clear")]
+
+    def begin_anew() -> None:
+        for clear in caches:
+            clear()
+        for value, before in kept:
+            if value != before:
+                value.clear()
+                value.update(before)
+
+    return begin_anew
 
 
 def _owner_of(name: str) -> tuple[Any, str]:
