@@ -194,6 +194,7 @@ class Player:
         self.values = count(1)
         self.training: _Training | None = None
         self.left: list[_Training] = []
+        self.uncertain: list[tuple[tuple[int, int], int | None]] = []
         self.root = {"folder": f"{SHARED}/run"}.get(history.place, "s3://bucket/run")
         world.shared.has_flock = history.has_flock
         world.store.losses = 0.05 if history.is_lossy else 0.0
@@ -291,17 +292,18 @@ class Player:
         training.launch = self.world.start(ranks, work, machines=names)
         self.training = training
         results = self._command(event, resume)
+        self._expect_commits()
         loaded = {value for value in results.values() if not isinstance(value, Exception)}
         if len(loaded) > 1:
             raise ViolationError(f"ranks have loaded different values: {loaded}")
         for value in loaded:
-            fitting = [s for s in self.oracle.states if value == (s.line[-1][1] if s.line else None)]
-            if not fitting:
-                lines = sorted({state.line for state in self.oracle.states})
-                raise ViolationError(f"a training went on from value {value}; saved were {lines}")
-            self.oracle.move(fitting)
-            newest = {state.line[-1][0] for state in fitting if state.line}
-            training.position = newest.pop() if newest else None
+            newest = {save for state in self.oracle.states for save in state.newest}
+            found = {save for save in newest if value == (None if save is None else save[1])}
+            if not found:
+                raise ViolationError(f"a training went on from value {value}, not from {newest}")
+            self.oracle.move(state for state in self.oracle.states if found & state.newest)
+            training.position = next((save[0] for save in found if save is not None), None)
+            self.uncertain = []
 
     def _command(self, event: Event, command: Command) -> dict[int, Any]:
         """What the ranks return or raise; the training is ended if one does not."""
@@ -366,6 +368,7 @@ class Player:
         save, training.pending = training.pending, None
         results = self._command(Event("wait for the async save", 0), lambda r: r.manager.wait())  # type: ignore[union-attr]
         if any(not isinstance(result, Exception) for result in results.values()):
+            self.uncertain = []
             self.oracle.move(
                 state
                 if save in state.must
@@ -399,7 +402,7 @@ class Player:
         if is_done and not is_async:
             self.oracle.move(after)
         else:
-            self.oracle.move(before, after, [state.left(save) for state in before])
+            self.uncertain.append((save, position))
         if is_done:
             training.position = save[0]
             training.pending = save if is_async else None
@@ -441,15 +444,7 @@ class Player:
     def _check(self, *, is_settled: bool, is_last: bool = False) -> None:
         """Look at the run as a reader on some machine does."""
         del is_last
-        going_on = [*self.left]  # what was frozen may have gone on
-        if self.training is not None and self.training.pending is not None:
-            going_on.append(self.training)
-        for training in going_on:
-            for save, position in training.begun[-1:]:
-                states = self.oracle.states
-                keep = self.history.keep_last
-                after = [s.saved(save, position, keep) for s in states if save not in s.must]
-                self.oracle.move(states, after, [s.left(save) for s in states])
+        self._expect_commits()
         self._pass(_SETTLED_SECONDS)
         dice = self.world.scheduler.random
         machine = dice.choice([*self.world.machines])
@@ -480,6 +475,15 @@ class Player:
         else:
             steps = {value: step for step, value in found.items()}
             self.oracle.check(found, steps.get(latest), is_settled=is_settled)
+
+    def _expect_commits(self) -> None:
+        """Saves that go on, or that the next training finishes, may have committed by now."""
+        frozen = [save for training in self.left for save in training.begun[-1:]]
+        for save, position in [*frozen, *self.uncertain]:
+            states = self.oracle.states
+            keep = self.history.keep_last
+            after = [s.saved(save, position, keep) for s in states if save not in s.must]
+            self.oracle.move(states, after, [s.left(save) for s in states])
 
     def _steps(self) -> list[int]:
         if self.history.place == "folder":

@@ -58,6 +58,17 @@ class State:
         """After something that all saves may be lost by."""
         return State(self.line, frozenset(), self.must | self.may)
 
+    @property
+    def newest(self) -> set[Saved | None]:
+        """What a training may go on from: the newest save of its line that is there."""
+        found = set[Saved | None]()
+        for save in reversed(self.line):
+            if save in self.must:
+                return found | {save}
+            if save in self.may:
+                found.add(save)
+        return found | {None}
+
     def problem(self, found: Mapping[int, int], latest: int | None, *, is_settled: bool) -> str:
         """What does not fit what was found: steps with their values; empty if all does.
 
@@ -70,8 +81,9 @@ class State:
         for step, value in sorted(self.must):
             if found.get(step) != value:
                 return f"step {step} with value {value} is lost; found {dict(found)}"
-        if is_settled and self.line and latest != self.line[-1][0]:
-            return f"the latest step is {latest}, not {self.line[-1][0]} of {self.line}"
+        newest = next((s for s, v in reversed(self.line) if found.get(s) == v), None)
+        if is_settled and newest is not None and latest != newest:
+            return f"the latest step is {latest}, not {newest} of {self.line}"
         return ""
 
 
@@ -96,7 +108,8 @@ class Oracle:
         fitting = [state for state, problem in problems.items() if not problem]
         if not fitting:
             raise ViolationError("; or ".join(sorted({*problems.values()})))
-        self.states = frozenset(_known(state, found) for state in fitting)
+        # What is not settled may come to light again: the next training finishes old commits.
+        self.states = frozenset(_known(s, found) if is_settled else s for s in fitting)
 
 
 def _known(state: State, found: Mapping[int, int]) -> State:
