@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Final
@@ -192,6 +194,7 @@ class Player:
         self.world, self.history = world, history
         self.oracle = Oracle()
         self.values = count(1)
+        self.seen: dict[tuple[int, frozenset[Any]], int | None] = {}
         self.training: _Training | None = None
         self.left: list[_Training] = []
         self.uncertain: list[tuple[tuple[int, int], int | None]] = []
@@ -449,15 +452,18 @@ class Player:
         dice = self.world.scheduler.random
         machine = dice.choice([*self.world.machines])
 
-        def look(comm: Comm) -> tuple[dict[int, int], int | None]:
-            found = dict[int, int]()
-            for step in self._steps():
-                try:
+        def look(comm: Comm) -> tuple[dict[int, int | None], int | None]:
+            found = dict[int, int | None]()
+            for step, files in self._steps().items():
+                if (step, files) in self.seen:
+                    found[step] = self.seen[step, files]
+                    continue
+                found[step] = None
+                with suppress(CheckpointNotFoundError):
                     template = state_of(comm, None)
                     path = f"{self.root}/step-{step:08d}"
                     found[step] = value_of(load(template, path, comm=comm, verify=True))
-                except CheckpointNotFoundError:
-                    continue
+                self.seen[step, files] = found[step]
             try:
                 latest = value_of(load(state_of(comm, None), f"{self.root}@latest", comm=comm))
             except CheckpointNotFoundError:
@@ -469,7 +475,8 @@ class Player:
         self.world.store.losses = losses
         if isinstance(result, Exception):
             raise ViolationError(f"a reader failed: {result!r}") from result
-        found, latest = result
+        looked, latest = result
+        found = {step: value for step, value in looked.items() if value is not None}
         if self.history.place == "fast":
             self.oracle.states = frozenset(s.weakened() for s in self.oracle.states) and self.oracle.states
         else:
@@ -485,12 +492,20 @@ class Player:
             after = [s.saved(save, position, keep) for s in states if save not in s.must]
             self.oracle.move(states, after, [s.left(save) for s in states])
 
-    def _steps(self) -> list[int]:
+    def _steps(self) -> dict[int, frozenset[Any]]:
+        """The folders of steps, and what tells whether anything in them has changed."""
+        files: list[tuple[str, Any]]
         if self.history.place == "folder":
-            names = [path for path, _ in self.world.shared.tree() if "/run/step-" in path]
+            tree = self.world.shared.tree()
+            files = [(path, (inode.number, inode.changed)) for path, inode in tree]
         else:
-            names = [f"/{key}" for key in self.world.store.bucket("s3://bucket")]
-        return sorted({int(n.split("/step-")[1][:8]) for n in names if "/step-" in n and ".replaced" not in n})
+            files = [*self.world.store.etags("s3://bucket").items()]
+        steps = dict[int, set[Any]]()
+        for path, mark in files:
+            match = re.search(r"\brun/step-(\d{8})/", path)
+            if match is not None and "/beats/" not in path:
+                steps.setdefault(int(match[1]), set()).add((path, mark))
+        return {step: frozenset(marks) for step, marks in sorted(steps.items())}
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,9 @@ class SimulatedStore:
         self._buckets: dict[str, dict[str, _Object]] = {}
         self._requests = 0
 
-    def bucket(self, url: str) -> dict[str, bytes]:
-        """The objects of a bucket, such as ``s3://bucket``, by their keys."""
-        return {key: stored.data for key, stored in self._of(_Client(url)).items()}
+    def etags(self, url: str) -> dict[str, str]:
+        """The ETags of the objects of a bucket, such as ``s3://bucket``, by their keys."""
+        return {key: stored.etag for key, stored in self._of(_Client(url)).items()}
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The functions that stand in, by the names of those that they stand in for."""

@@ -41,6 +41,7 @@ SHARED: Final = "/sim/shared"
 _LIBRARY: Final = "dist_checkpointing."
 OWN: Final = "/sim/own"
 """A folder that each machine has for itself."""
+_worlds = itertools.count()
 _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
 
 
@@ -159,7 +160,7 @@ class World:
         self.counted = 0
         self._keeps_log = keeps_log
         self._targets: Launch | None = None
-        self._pids = itertools.count(10**6)
+        self._pids = itertools.count(10**6 + 1000 * next(_worlds))
         self._running: dict[int, Process] = {}
         self.network = Process("network", "network", 1)
         self._calls = SystemCalls(self)
@@ -383,13 +384,13 @@ def _globals() -> list[tuple[Any, str, Any]]:
 
 
 def _process_wide_state() -> Callable[[], None]:
-    """What puts everything back that the library keeps for a whole process, such as caches."""
+    """What puts everything back that the library keeps for a whole process.
+
+    Not its caches: they are of a process id, of which each world has its own.
+    """
     kept = [(value, copy.copy(value)) for _, _, value in _globals() if type(value) in (set, dict)]
-    caches = [value.cache_clear for _, _, value in _globals() if hasattr(value, "cache_clear")]
 
     def begin_anew() -> None:
-        for clear in caches:
-            clear()
         for value, before in kept:
             if value != before:
                 value.clear()
