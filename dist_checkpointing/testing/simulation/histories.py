@@ -323,12 +323,13 @@ class Player:
             lambda: all(
                 rank in results or process.is_dead or process.frozen_until > self.world.scheduler.now
                 for rank, process in enumerate(launch.processes)
-            )
+            ),
+            _LONGEST_SECONDS,
         )
         if event.kind != "async save":  # whose faults may come later
             self.world.arm(())
         seconds = self.world.scheduler.now - begun
-        if seconds > _LONGEST_SECONDS:
+        if seconds >= _LONGEST_SECONDS:
             raise ViolationError(f"{event} took {seconds:.0f} s")
         self._check_errors(event, results)
         is_whole = len(results) == len(launch.processes)
