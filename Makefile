@@ -8,6 +8,7 @@
 #   make test-trainers                the Trainer of transformers, Accelerate, Lightning
 #   make examples [ARGS='chaos']      every example, small: a line for each
 #   make chaos [ARGS='--kills 200']   make chaos ARGS='--store s3://bucket/chaos'
+#   make simulate [ARGS='--seed 7']  trainings in a simulated world; ARGS='--histories 20000'
 #   make bench [ARGS='--only small-tensors']   make bench-planning   make docs
 #   make size                         how much code there is, and how much should be
 PYTHON ?= python3
@@ -30,7 +31,7 @@ EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
 
 .PHONY: demo test test-all test-megatron test-s3 test-azure test-trainers examples lint size bench \
-  bench-planning chaos docs clean
+  bench-planning chaos simulate docs clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -107,6 +108,9 @@ bench: $(READY)
 
 bench-planning: $(READY)
 	$(BIN)/python benchmarks/bench.py --planning $(ARGS)
+
+simulate: $(READY)
+	@$(BIN)/python tests/simulation/simulate.py $(ARGS)
 
 chaos: $(READY)
 	$(BIN)/python examples/chaos.py $(ARGS)

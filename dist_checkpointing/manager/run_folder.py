@@ -23,8 +23,8 @@ from dist_checkpointing.errors import (
     Finding,
 )
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.location import check_room, is_folder, is_there
 from dist_checkpointing.filesystem.local_folder import make_durable_folder
+from dist_checkpointing.filesystem.location import check_room, is_folder, is_there
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.format.commit import (
     begin_attempt,

@@ -46,7 +46,7 @@ class Process:
         self.name, self.machine, self.pid = name, machine, pid
         self.is_dead = False
         self.frozen_until = 0.0
-        self.on_death: list[Callable[[], None]] = []
+        self.on_death: list[Callable[[], object]] = []
 
     def die(self) -> None:
         """End every thread of this process where it is, without an effect on anything."""
@@ -79,7 +79,7 @@ class Scheduler:
     """
 
     def __init__(self, seed: int, changes: float = 0.1, stalls: float = 0.0) -> None:
-        self.random = random.Random(seed)
+        self.random = random.Random(seed)  # noqa: S311 - this is no secret
         self.changes, self.stalls = changes, stalls
         self.now = 0.0
         self._tasks: list[Task] = []
@@ -249,7 +249,7 @@ class SimulatedLock:
         self._owner: Task | None = None
         self._depth = 0
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         task = self._scheduler.task
         if self._depth and self._is_reentrant and self._owner is task:
             self._depth += 1
@@ -335,7 +335,7 @@ class SimulatedQueue:
     def put(self, item: Any) -> None:
         self._items.append(item)
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT001, FBT002
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
         is_there = bool(self._items)
         if not is_there and block:
             is_there = self._scheduler.wait(lambda: bool(self._items), timeout)
@@ -349,9 +349,7 @@ def threading_functions(scheduler: Scheduler) -> dict[str, Any]:
 
     Threads that are not of this world get what they would get without it.
     """
-    real = {
-        name: getattr(threading, name) for name in ("Lock", "RLock", "Condition")
-    }
+    real = {name: getattr(threading, name) for name in ("Lock", "RLock", "Condition")}
     real_queue, start = queue.SimpleQueue, threading.Thread.start
 
     def start_thread(self: threading.Thread) -> None:

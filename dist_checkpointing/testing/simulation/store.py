@@ -5,7 +5,7 @@ It stands in for the functions of obstore, so the code that makes requests is th
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 _PAGE: Final = 5
 """Objects in a page of a list; S3 has 1,000."""
 _TIMEOUT_SECONDS: Final = 60.0
-_BEGINNING: Final = datetime.datetime(2023, 11, 14, tzinfo=datetime.UTC)
+_BEGINNING: Final = dt.datetime(2023, 11, 14, tzinfo=dt.UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class _Object:
     data: bytes
     etag: str
-    modified: datetime.datetime
+    modified: dt.datetime
 
 
 class _Answer:
@@ -33,12 +33,12 @@ class _Answer:
     def __init__(self, meta: dict[str, Any], data: bytes) -> None:
         self.meta, self._data = meta, data
 
-    def bytes(self) -> bytes:
-        return self._data
-
     def stream(self, min_chunk_size: int) -> Iterator[bytes]:
         for start in range(0, len(self._data), min_chunk_size):
             yield self._data[start : start + min_chunk_size]
+
+    def bytes(self) -> Any:
+        return self._data
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,7 @@ class SimulatedStore:
 
         self._world.scheduler.spawn(deliver, "request", self._world.network)
 
-    def _get(
-        self, client: _Client, key: str, *, options: dict[str, Any] | None = None
-    ) -> _Answer:
+    def _get(self, client: _Client, key: str, *, options: dict[str, Any] | None = None) -> _Answer:
         def work() -> _Answer:
             stored = self._found(client, key)
             begin, end = (options or {}).get("range", (0, len(stored.data)))
@@ -159,7 +157,7 @@ class SimulatedStore:
             if mode == "create" and key in objects:
                 raise AlreadyExistsError(f"{key} already exists")
             digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
-            seconds = datetime.timedelta(seconds=int(self._world.scheduler.now))
+            seconds = dt.timedelta(seconds=int(self._world.scheduler.now))
             objects[key] = _Object(content, f'"{digest}"', _BEGINNING + seconds)
             return {"e_tag": objects[key].etag, "version": None}
 
@@ -180,16 +178,13 @@ class SimulatedStore:
         self, client: _Client, *, prefix: str = "", offset: str | None = None
     ) -> Iterator[list[dict[str, Any]]]:
         last = offset or ""
-        while True:
 
-            def work() -> list[dict[str, Any]]:
-                found = sorted(self._of(client).items())
-                below = [_meta(key, stored) for key, stored in found if key.startswith(prefix)]
-                return [meta for meta in below if meta["path"] > last][:_PAGE]
+        def work() -> list[dict[str, Any]]:
+            found = sorted(self._of(client).items())
+            below = [_meta(key, stored) for key, stored in found if key.startswith(prefix)]
+            return [meta for meta in below if meta["path"] > last][:_PAGE]
 
-            page: list[dict[str, Any]] = self._request("list", client, prefix, work)
-            if not page:
-                return
+        while page := self._request("list", client, prefix, work):
             last = page[-1]["path"]
             yield page
 

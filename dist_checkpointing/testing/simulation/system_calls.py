@@ -11,11 +11,10 @@ import fcntl
 import io
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from dist_checkpointing.testing.simulation.disk import Disk, Inode, Look
 
@@ -42,7 +41,9 @@ class OpenFile:
 class Entry:
     """A name in a folder, like ``os.DirEntry``."""
 
-    def __init__(self, calls: SystemCalls, folder: str, name: str, inode: Inode, at: int | None):
+    def __init__(
+        self, calls: SystemCalls, folder: str, name: str, inode: Inode, at: int | None
+    ) -> None:
         self._calls, self._inode, self._at = calls, inode, at
         self.name, self.path = name, name if at is not None else f"{folder.rstrip('/')}/{name}"
 
@@ -79,7 +80,7 @@ class Entries:
     def __next__(self) -> Entry:
         return next(self._entries)
 
-    def __enter__(self) -> Entries:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -151,12 +152,12 @@ class SystemCalls:
         return call
 
     def _is_open(self, descriptor: int) -> bool:
-        """Whether a descriptor still is of the file it was opened for: C code may have closed it."""
+        """Whether a descriptor still is of its file: C code may have closed it."""
         file = self._files[descriptor]
         try:
             now = self._real["fstat"](descriptor)
             known = self._folder if file.inode.descriptor is None else file.inode.descriptor
-            is_same = now.st_ino == self._real["fstat"](known).st_ino
+            is_same: bool = now.st_ino == self._real["fstat"](known).st_ino
         except OSError:
             is_same = False
         if not is_same:
@@ -175,7 +176,7 @@ class SystemCalls:
         return process.machine
 
     def _parts(self, path: Any, dir_fd: int | None) -> tuple[Disk, Inode, list[str], str]:
-        """The disk that a path is on, where the way begins, its parts, and what the log calls it."""
+        """The disk of a path, where the way begins, its parts, and what the log calls it."""
         text = os.fspath(path)
         if dir_fd is not None and not text.startswith("/"):
             above = self._files[dir_fd]
@@ -184,9 +185,7 @@ class SystemCalls:
         disk.now = self._world.scheduler.now
         return disk, disk.root, parts, text
 
-    def _find(
-        self, path: Any, look: Look, dir_fd: int | None = None
-    ) -> tuple[Disk, Inode, str]:
+    def _find(self, path: Any, look: Look, dir_fd: int | None = None) -> tuple[Disk, Inode, str]:
         disk, start, parts, shown = self._parts(path, dir_fd)
         return disk, disk.find(self._machine, parts, look, start), shown
 
@@ -291,17 +290,16 @@ class SystemCalls:
         return os.statvfs_result((4096, 1, 1 << 40, free, free, 1 << 20, 1 << 20, 1 << 20, 0, 255))
 
     def scandir(self, path: Any = ".") -> Entries:
-        is_number = isinstance(path, int)
-        if is_number:
-            file = self._files[path]
-            disk, folder, shown = file.disk, file.inode, file.path
-        else:
+        at = path if isinstance(path, int) else None
+        if at is None:
             disk, folder, shown = self._find(path, Look.LIST)
+        else:
+            file = self._files[at]
+            disk, folder, shown = file.disk, file.inode, file.path
         self._about("list", shown, disk)
         if not folder.is_folder:
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), shown)
-        at = path if is_number else None
-        text = "" if is_number else os.fspath(path)
+        text = "" if at is not None else os.fspath(path)
         found = disk.listed(self._machine, folder).items()
         entries = [Entry(self, text, name, inode, at) for name, inode in found]
         self._world.scheduler.random.shuffle(entries)  # no order is promised
@@ -349,8 +347,7 @@ class SystemCalls:
         follow_symlinks: bool = True,
     ) -> None:
         del follow_symlinks
-        _, _, _, shown = self._parts(dst, dst_dir_fd)
-        self._about("link", shown)
+        self._about("link", self._parts(dst, dst_dir_fd)[3])
         disk, inode, source = self._find(src, Look.NOW, src_dir_fd)
         other, folder, name, shown = self._parent(dst, dst_dir_fd)
         if disk is not other or inode.is_folder or other.named(self._machine, folder, name):
@@ -367,25 +364,21 @@ class SystemCalls:
         src_dir_fd: int | None = None,
         dst_dir_fd: int | None = None,
     ) -> None:
-        _, _, _, shown = self._parts(dst, dst_dir_fd)
-        self._about("rename", shown)
-        disk, source, old, name_shown = self._parent(src, src_dir_fd)
-        other, target, new, shown = self._parent(dst, dst_dir_fd)
-        inode = disk.named(self._machine, source, old)
-        replaced = other.named(self._machine, target, new)
-        code = 0
-        if inode is None:
-            code = errno.ENOENT
-        elif disk is not other:
-            code = errno.EXDEV
-        elif replaced is not None and replaced.is_folder and replaced.names:
-            code = errno.ENOTEMPTY
-        elif replaced is not None and replaced.is_folder != inode.is_folder:
-            code = errno.EISDIR if replaced.is_folder else errno.ENOTDIR
+        self._about("rename", self._parts(dst, dst_dir_fd)[3])
+        disk, folder, old_name, old = self._parent(src, src_dir_fd)
+        other, target, new_name, new = self._parent(dst, dst_dir_fd)
+        inode = disk.named(self._machine, folder, old_name)
+        there = other.named(self._machine, target, new_name)
+        if inode is None or disk is not other:
+            code = errno.ENOENT if inode is None else errno.EXDEV
+        elif there is None or there.is_folder == inode.is_folder:
+            code = errno.ENOTEMPTY if there is not None and there.names else 0
+        else:
+            code = errno.EISDIR if there.is_folder else errno.ENOTDIR
         if code:
-            raise OSError(code, os.strerror(code), name_shown, None, shown)
-        if replaced is not inode:
-            disk.change(self._machine, [(source, old, None), (target, new, inode)])
+            raise OSError(code, os.strerror(code), old, None, new)
+        if there is not inode:
+            disk.change(self._machine, [(folder, old_name, None), (target, new_name, inode)])
 
     replace = rename
 
@@ -528,7 +521,3 @@ _OF_TIME: Final = (
 
 def _split(path: str) -> list[str]:
     return [part for part in path.split("/") if part not in ("", ".")]
-
-
-def is_regular(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode)

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from dist_checkpointing.comm import Comm, ThreadComm
@@ -242,10 +243,9 @@ class World:
         ]
         launch = Launch(processes)
         for rank, process in enumerate(processes):
-            process.on_death.append(lambda rank=rank: rendezvous.leave(rank))
-            self.scheduler.spawn(
-                lambda rank=rank: self._run_rank(launch, rank, rendezvous, work), "rank", process
-            )
+            process.on_death.append(partial(rendezvous.leave, rank))
+            run = partial(self._run_rank, launch, rank, rendezvous, work)
+            self.scheduler.spawn(run, "rank", process)
         return launch
 
     def launch(self, ranks: int, work: Callable[[Comm], object], **options: Any) -> Launch:
@@ -280,7 +280,7 @@ class World:
         process = Process(name, machine, next(self._pids))
         self._running[process.pid] = process
         process.on_death.append(lambda: self._calls.release_locks(process.pid))
-        process.on_death.append(lambda: self._running.pop(process.pid, None) and None)
+        process.on_death.append(lambda: self._running.pop(process.pid, None))
         return process
 
     def before(self, operation: str, path: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -17,7 +17,6 @@ from dist_checkpointing import (
     CheckpointingException,
     CheckpointManager,
     CheckpointNotFoundError,
-    ObjectPath,
     Retention,
     ShardedObject,
     ShardedTensor,
@@ -25,9 +24,9 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import RankFailedError
-from dist_checkpointing.testing.simulation.oracle import Oracle, State, ViolationError
 from dist_checkpointing.testing.simulation.scheduler import StuckError
 from dist_checkpointing.testing.simulation.world import OWN, SHARED, Fault, Launch, World
+from run_states import Oracle, ViolationError
 
 ROWS: Final = 24
 BACKENDS: Final = ("tensorstore", "zarr", "torch_dist")
@@ -93,11 +92,11 @@ class History:
         dice = random.Random(seed)
         place = dice.choice(["folder", "folder", "folder", "store", "store", "fast"])
         machines = dice.choice([1, 1, 2, 2, 3, 4])
-        events = [_event(dice, "launch", machines)]
+        events = [_event(dice, "launch")]
         for _ in range(dice.randint(2, 8)):
             kinds = ["save"] * 6 + ["async save"] * 3 + ["launch"] * 3
             kinds += ["load", "load", "remove", "power cut", "clock", "wait"]
-            events.append(_event(dice, dice.choice(kinds), machines))
+            events.append(_event(dice, dice.choice(kinds)))
         return cls(
             seed,
             place,
@@ -113,8 +112,47 @@ class History:
             changes=dice.choice([0.02, 0.1, 0.5]),
         )
 
+    def described(self) -> str:
+        """The training and its events, a line each."""
+        what = {
+            f"seed {self.seed}": True,
+            f"{self.backend} in a {self.place}": True,
+            f"{self.machines} machines": True,
+            f"keep_last={self.keep_last}": self.keep_last is not None,
+            "incremental": self.is_incremental,
+            "machines see changes late": self.is_late,
+            "threads stall": self.is_busy,
+            "requests are lost": self.is_lossy,
+            "no flock": not self.has_flock,
+        }
+        training = ", ".join(text for text, is_so in what.items() if is_so)
+        return "\n".join([training, *(f"  {event}" for event in self.events)])
 
-def _event(dice: random.Random, kind: str, machines: int) -> Event:
+    def shorter(self) -> Iterator[History]:
+        """Histories that leave something out: an event, a fault, a trouble of the world."""
+        for number, event in enumerate(self.events):
+            before, after = self.events[:number], self.events[number + 1 :]
+            yield replace(self, events=(*before, *after))
+            if event.faults:
+                yield replace(self, events=(*before, replace(event, faults=()), *after))
+        for name, calm in (("is_late", False), ("is_busy", False), ("is_lossy", False)):
+            if getattr(self, name) != calm:
+                yield replace(self, **{name: calm})  # type: ignore[arg-type]
+        if not self.has_flock:
+            yield replace(self, has_flock=True)
+
+
+def shortest(history: History) -> History:
+    """The shortest history that fails, found by leaving out of one that fails what can be."""
+    while True:
+        failing = (h for h in history.shorter() if isinstance(play(h), Failure))
+        found = next(failing, None)
+        if found is None:
+            return history
+        history = found
+
+
+def _event(dice: random.Random, kind: str) -> Event:
     faults = []
     if kind in ("launch", "save", "async save", "load", "remove") and dice.random() < 0.5:
         at = int(10 ** dice.uniform(0, 2.4)) - 1
@@ -205,7 +243,7 @@ class Player:
 
     def play(self) -> None:
         for event in self.history.events:
-            self.world.note(str(event), "", "EVENT")
+            self.world.note(str(event), "", "event")
             self.world.scheduler.random.seed(event.seed)
             self._play(event)
             self._check(is_settled=False)
@@ -263,7 +301,9 @@ class Player:
         ranks = max(1, event.number)
         names = [*self.world.machines]
         if self.history.place == "fast":
-            ranks = {1: 1, 2: 2, 3: 3, 4: 4}[len(names)] * (2 if ranks > 2 and len(names) != 3 else 1)
+            ranks = {1: 1, 2: 2, 3: 3, 4: 4}[len(names)] * (
+                2 if ranks > 2 and len(names) != 3 else 1
+            )
         else:
             self.world.scheduler.random.shuffle(names)
         training = _Training()
@@ -284,13 +324,14 @@ class Player:
 
         def work(comm: Comm) -> None:
             rank = _Rank(comm)
-            for number in count():
-                self.world.scheduler.wait(lambda number=number: len(training.commands) > number)
+            results: list[Any] = []
+            while True:
+                self.world.scheduler.wait(lambda: len(training.commands) > len(results))
                 try:
-                    result = training.commands[number](rank)
+                    results.append(training.commands[len(results)](rank))
                 except Exception as error:  # noqa: BLE001 - it is what comes out
-                    result = error
-                training.results[number][comm.rank] = result
+                    results.append(error)
+                training.results[len(results) - 1][comm.rank] = results[-1]
 
         training.launch = self.world.start(ranks, work, machines=names)
         self.training = training
@@ -321,7 +362,9 @@ class Player:
         training.commands.append(command)
         self.world.scheduler.wait(
             lambda: all(
-                rank in results or process.is_dead or process.frozen_until > self.world.scheduler.now
+                rank in results
+                or process.is_dead
+                or process.frozen_until > self.world.scheduler.now
                 for rank, process in enumerate(launch.processes)
             ),
             _LONGEST_SECONDS,
@@ -349,9 +392,9 @@ class Player:
         if errors and not is_one and not any(isinstance(e, RankFailedError) for e in errors):
             raise ViolationError(f"{event} did not raise the same on all ranks: {results}")
         assert self.training is not None
-        is_disturbed = self.training.is_disturbed or self.left
-        is_disturbed = is_disturbed or self.history.is_lossy or self.history.is_busy
-        if errors and not is_disturbed and event.kind != "remove":
+        is_calm = not (self.training.is_disturbed or self.left)
+        is_calm = is_calm and not (self.history.is_lossy or self.history.is_busy)
+        if errors and is_calm and event.kind != "remove":
             raise ViolationError(f"{event} failed: {errors[0]!r}") from errors[0]
 
     def _end(self, training: _Training) -> None:
@@ -479,7 +522,9 @@ class Player:
         looked, latest = result
         found = {step: value for step, value in looked.items() if value is not None}
         if self.history.place == "fast":
-            self.oracle.states = frozenset(s.weakened() for s in self.oracle.states) and self.oracle.states
+            self.oracle.states = (
+                frozenset(s.weakened() for s in self.oracle.states) and self.oracle.states
+            )
         else:
             steps = {value: step for step, value in found.items()}
             self.oracle.check(found, steps.get(latest), is_settled=is_settled)
