@@ -9,6 +9,7 @@ the same records in code, so that they work from an uninstalled checkout too.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections import UserDict, defaultdict
 from collections.abc import Iterator
 from enum import Enum
@@ -156,6 +157,13 @@ def require_strategy(action: StrategyAction, strategy: Any, message: str, others
     raise CheckpointingException(message, [finding])
 
 
+@cache
+def _installed(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of all entry points; to look for them takes longer than a small save."""
+    del paths  # what they depend on
+    return tuple(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))
+
+
 def available_strategies(action: StrategyAction) -> list[tuple[str, int]]:
     """Each (backend, version) that is available for an action. None of them is imported.
 
@@ -165,7 +173,7 @@ def available_strategies(action: StrategyAction) -> list[tuple[str, int]]:
         True
     """
     found = set(default_strategies[action.value].data)
-    for name in (*_BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))):
+    for name in (*_BUILT_IN, *_installed(tuple(sys.path))):
         wanted, _, rest = name.partition(".")
         backend, _, version = rest.rpartition(".")
         if wanted == action.value and backend and version.isdecimal():
@@ -230,5 +238,6 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
 
 def newest_version(action: StrategyAction, backend: str) -> int:
     """The highest available version of a backend for an action; 1 if there is no version."""
-    versions = [v for name, v in available_strategies(action) if name == backend]
-    return max(versions, default=1)
+    if all(name != backend for name, _ in available_strategies(action)):
+        _installed.cache_clear()  # it may have been installed meanwhile
+    return max((v for name, v in available_strategies(action) if name == backend), default=1)
