@@ -105,8 +105,8 @@ def test_every_item_of_a_final_plan_has_data_of_its_shape() -> None:
         *(flat_part("flat", full, *cut) for cut in ((0, 50), (50, 96))),
         *(shard("layers", row, (0, i, 8), prepend_axis_num=1) for i, row in enumerate(full)),
     ]
-    sizes, kept = ({"max_chunk_bytes": 40}, {}), ({}, {"keeps_ranges": False})
-    blocks = (RowBlockLayout(**size, **keeps) for size in sizes for keeps in kept)
+    pairs = [(most, keeps) for most in (40, 2**20) for keeps in (True, False)]
+    blocks = (RowBlockLayout(most, keeps_ranges=keeps) for most, keeps in pairs)
     layouts = (*blocks, WholeShardLayout())
     for layout in layouts:
         planner = DefaultSavePlanner()

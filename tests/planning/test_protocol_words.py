@@ -139,7 +139,8 @@ def test_plans_of_nothing_and_of_items() -> None:
     item = WriteItem(MetadataIndex("o"), WriteItemType.BYTE_IO, None, b"12")
     written = WriteItem(MetadataIndex("o", (0,)), item.type, object_cell=(1,))
     read = ReadItem(LoadItemType.TENSOR, WHERE, (0, 0), WHERE, (0, 1), (2, 3))
-    for kind, one, seen in ((SavePlan, item, written), (LoadPlan, read, read)):
+    kinds: Any = ((SavePlan, item, written), (LoadPlan, read, read))
+    for kind, one, seen in kinds:
         assert kind().items == []
         plan = kind([one], "s", "p")
         assert (plan.items, plan.storage_data, plan.planner_data) == ([seen], "s", "p")

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,9 +14,7 @@ import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.planning import replica_check
-from dist_checkpointing.planning.replica_check import SAMPLES, Copies, copies_of
-from dist_checkpointing.planning.shard_table import describe
-from dist_checkpointing.planning.table_exchange import exchange_tables
+from dist_checkpointing.planning.replica_check import SAMPLES
 from dist_checkpointing.strategies import (
     FullyParallelSaveStrategyWrapper,
     TensorStoreSaveShardedStrategy,
@@ -351,38 +348,3 @@ def test_replicas_without_data_take_no_part(tmp_path: Path) -> None:
         return {"w": own if comm.rank < 8 else own.without_data()}
 
     save_checked(state, tmp_path / "c")
-
-
-def test_copies_by_comparison() -> None:
-    """Parts, holders and owners are those that comparing every two shards finds."""
-    kinds = [grid, uneven, flattened]
-
-    def look(comm: Comm) -> tuple[list[dc.ShardedTensor], Copies]:
-        rng = np.random.default_rng(comm.rank)
-        leaves = []
-        for number in range(6):
-            leaf = kinds[int(rng.integers(3))](FULL, comm)
-            leaf.key = f"k{number % 4}"
-            leaves.append(leaf)
-        exchanged = exchange_tables(
-            comm, "test", lambda: ({"tensors": describe(leaves, comm.rank)}, None)
-        )
-        return leaves, copies_of(exchanged.catalog("tensors"), comm.rank)
-
-    of_ranks = run_ranks(RANKS, look)
-
-    def identity(leaf: dc.ShardedTensor) -> Any:
-        return leaf.key, leaf.box, leaf.flat_range
-
-    held: dict[Any, set[int]] = {}
-    for rank, (leaves, _) in enumerate(of_ranks):
-        for leaf in leaves:
-            held.setdefault(identity(leaf), set()).add(rank)
-    for leaves, copies in of_ranks:
-        assert len(copies.parts) == len(held)
-        for leaf, part in zip(leaves, copies.local.tolist(), strict=True):
-            parts = copies.parts
-            assert identity(leaf) == (parts.key(part), parts.box(part), parts.flat_range(part))
-            assert set(copies.holders(part).tolist()) == held[identity(leaf)]
-            assert int(parts.ranks[part]) == min(held[identity(leaf)])
-            assert copies.has_copies[part] >= (len(held[identity(leaf)]) > 1)

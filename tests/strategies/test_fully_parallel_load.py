@@ -137,8 +137,8 @@ class Wish:
     def leaf(self, memory: str) -> ShardedTensor:
         flat = None if self.flat is None else slice(*self.flat)
         whole, shape = FULL[self.key], self.box.shape[self.prepend :]
-        place: Any = (whole.dtype, shape, SHAPE, self.box.offset, None, 3, self.prepend)
-        leaf = ShardedTensor(self.key, None, *place, flattened_range=flat)
+        place: Any = (shape, SHAPE, self.box.offset, None, 3, self.prepend, False, flat)
+        leaf = ShardedTensor(self.key, None, whole.dtype, *place)
         if memory != "none":
             given = poisoned(expected(whole, leaf))
             if memory == "strided" and given.ndim:

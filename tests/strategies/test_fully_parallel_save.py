@@ -130,7 +130,7 @@ def test_a_third_party_writes_everything_once(world: World) -> None:
             assert replace(marked, replica_id=own.replica_id) == own
         return [leaf for leaf in seen["deep"][0] if is_main_replica(leaf.replica_id)]
 
-    writers = {}
+    writers: dict[Any, int] = {}
     for rank, leaves in enumerate(each_rank(world.groups, one)):
         for leaf in leaves:
             assert writers.setdefault((leaf.key, leaf.box, leaf.flat_range), rank) == rank
@@ -376,10 +376,11 @@ def test_two_main_replicas_are_still_refused(tmp_path: Path, kind: type[Any]) ->
 def test_async_needs_an_async_strategy(tmp_path: Path) -> None:
     state = {"w": shard("w")}
     strategy = FullyParallelSaveStrategyWrapper(Recorder())
-    for use in (
+    uses: list[Callable[[], object]] = [
         lambda: strategy.async_save(state, tmp_path),
         lambda: save(state, tmp_path / "c", strategy, async_sharded_save=True),
-    ):
+    ]
+    for use in uses:
         with pytest.raises(CheckpointingException, match="Cannot apply async_save to non-async"):
             use()
 

@@ -98,11 +98,11 @@ def test_a_wrong_body_below_a_right_checksum(small: Path, data: st.DataObject) -
         magic = ocdbt_nodes.NODE
         record = record if name == "leaf" else nodes[root.offset :]
     body = bytearray(ocdbt_nodes.opened(magic, record))
-    numbers = st.integers(0, 2**64 - 1).map(lambda number: encoded([number]))
+    varints = st.integers(0, 2**64 - 1).map(lambda number: encoded([number]))
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(body) - 1))
         stop = place + data.draw(st.integers(0, 5))
-        body[place:stop] = data.draw(st.binary(max_size=11) | numbers)
+        body[place:stop] = data.draw(st.binary(max_size=11) | varints)
         body = body or bytearray(1)
     forged = ocdbt_nodes.sealed(magic, bytes(body), compressed=data.draw(st.booleans()))
     folder = small.parent / "forged"
