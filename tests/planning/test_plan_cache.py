@@ -47,15 +47,6 @@ def give_to_another(own: State, rank: int) -> None:
     own["norm"].replica_id = 0 if rank == 1 else 7
 
 
-def retype(own: State, _rank: int) -> None:
-    own["a"].data = own["a"].data.to(torch.float64)
-    own["a"].dtype = torch.float64
-
-
-def reshape_data(own: State, _rank: int) -> None:
-    own["a"].data = torch.ones(3, 4)
-
-
 def reorder(own: State, _rank: int) -> None:
     own["a"] = own.pop("a")
 
@@ -109,8 +100,6 @@ Change = Callable[[State, int], None]
         (drop, 1),
         (give_to_another, 0),
         (give_to_another, 1),
-        (retype, 2),
-        (reshape_data, 0),
         (reorder, 1),
     ],
 )

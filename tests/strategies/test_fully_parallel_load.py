@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,41 +125,35 @@ DTYPE_OF = {"a": torch.int16, "b": torch.bool, "c": torch.complex64, "d": torch.
 FULL = {key: random_bits(SHAPE, dtype, i) for i, (key, dtype) in enumerate(DTYPE_OF.items())}
 
 
-@dataclass(frozen=True)
-class Wish:
-    """A part that some ranks want, in memory of some kind."""
+Wish = tuple[ShardedTensor, list[tuple[int, str]]]
+"""A part without data, and the ranks that want it, each in memory of some kind."""
 
-    key: str
-    box: Box
-    flat: tuple[int, int] | None
-    prepend: int
-    ranks: tuple[tuple[int, str], ...]
 
-    def leaf(self, memory: str) -> ShardedTensor:
-        flat = None if self.flat is None else slice(*self.flat)
-        whole, shape = FULL[self.key], self.box.shape[self.prepend :]
-        place: Any = (shape, SHAPE, self.box.offset, None, 3, self.prepend, False, flat)
-        leaf = ShardedTensor(self.key, None, whole.dtype, *place)
-        if memory != "none":
-            given = poisoned(expected(whole, leaf))
-            if memory == "strided" and given.ndim:
-                wide = given.new_empty((*given.shape[:-1], 2 * given.shape[-1] + 1))
-                wide[..., 1::2] = given
-                given = wide[..., 1::2]
-            if memory == "parameter" and given.is_floating_point():
-                given.requires_grad_()
-            leaf.data = given
-        return leaf
+def in_memory(part: ShardedTensor, memory: str) -> ShardedTensor:
+    leaf = part.without_data()
+    if memory != "none":
+        given = poisoned(expected(FULL[leaf.key], leaf))
+        if memory == "strided" and given.ndim:
+            wide = given.new_empty((*given.shape[:-1], 2 * given.shape[-1] + 1))
+            wide[..., 1::2] = given
+            given = wide[..., 1::2]
+        if memory == "parameter" and given.is_floating_point():
+            given.requires_grad_()
+        leaf.data = given
+    return leaf
 
 
 @dataclass(frozen=True)
 class World:
-    groups: tuple[tuple[int, ...], ...]
-    wishes: tuple[Wish, ...]
+    groups: list[tuple[int, ...]]
+    wishes: list[Wish]
 
     def leaves(self, rank: int) -> list[ShardedTensor]:
         return [
-            wish.leaf(memory) for wish in self.wishes for who, memory in wish.ranks if who == rank
+            in_memory(part, memory)
+            for part, who in self.wishes
+            for own, memory in who
+            if own == rank
         ]
 
     def unique_bytes(self, index: Index) -> int:
@@ -168,8 +163,8 @@ class World:
     def _bytes_of(self, group: tuple[int, ...], index: Index) -> int:
         wanted = [
             ((wish.key, part), rank)
-            for wish in self.wishes
-            for rank, _ in wish.ranks
+            for wish, who in self.wishes
+            for rank, _ in who
             if rank in group
             for part in stored_parts(index, wish)
         ]
@@ -179,12 +174,12 @@ class World:
         return sum(box.num_elements * DTYPE_OF[key].itemsize for key, box in parts)
 
 
-def stored_parts(index: Index, wish: Wish) -> list[Box]:
+def stored_parts(index: Index, wish: ShardedTensor) -> list[Box]:
     """The parts of stored chunks that fill a wish."""
     grid = index[wish.key].grid
     return [
         inside
-        for box in boxes_of_part(wish.box, wish.flat)
+        for box in boxes_of_part(wish.box, wish.flat_range)
         for chunk, _ in grid.intersecting(box)
         if (inside := grid.box(chunk).intersect(box)) is not None
     ]
@@ -195,22 +190,22 @@ def worlds(draw: st.DrawFn) -> World:
     num_ranks = draw(st.integers(2, 5))
     order = draw(st.permutations(range(num_ranks)))
     edges = [0, *sorted(draw(st.sets(st.integers(1, num_ranks - 1), max_size=2))), num_ranks]
-    groups = tuple(tuple(order[a:b]) for a, b in itertools.pairwise(edges))
+    groups = [tuple(order[a:b]) for a, b in itertools.pairwise(edges)]
     memories = st.sampled_from(["contiguous", "strided", "none", "parameter"])
     who = st.lists(st.tuples(st.integers(0, num_ranks - 1), memories), min_size=1, max_size=6)
-    wishes = []
+    wishes: list[Wish] = []
     for _ in range(draw(st.integers(1, 6))):
         key = draw(st.sampled_from(sorted(DTYPE_OF)))
         prepend = draw(st.integers(0, 1))
         extents = [1] * prepend + [draw(st.integers(1, e)) for e in SHAPE[prepend:]]
         offset = [draw(st.integers(0, e - n)) for e, n in zip(SHAPE, extents, strict=True)]
-        box = Box(tuple(offset), tuple(extents))
         flat = None
         if draw(st.booleans()):
-            start = draw(st.integers(0, box.num_elements - 1))
-            flat = start, draw(st.integers(start + 1, box.num_elements))
-        wishes.append(Wish(key, box, flat, prepend, tuple(draw(who))))
-    return World(groups, tuple(wishes))
+            start = draw(st.integers(0, math.prod(extents) - 1))
+            flat = slice(start, draw(st.integers(start + 1, math.prod(extents))))
+        place: Any = (extents[prepend:], SHAPE, offset, None, 3, prepend, False, flat)
+        wishes.append((ShardedTensor(key, None, DTYPE_OF[key], *place), draw(who)))
+    return World(groups, wishes)
 
 
 @pytest.fixture(scope="module")
