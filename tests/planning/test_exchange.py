@@ -55,7 +55,7 @@ def worlds(draw: st.DrawFn) -> list[list[ShardedBase]]:
     return draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5))
 
 
-@examples(40)
+@examples(20)
 @given(worlds())
 def test_a_plan_is_what_all_rows_of_all_ranks_make_it(ranks: list[list[ShardedBase]]) -> None:
     def outcome(planner: Planner) -> Any:

@@ -28,6 +28,7 @@ from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.planning import table_exchange
 from dist_checkpointing.planning.table_exchange import SharedIndex
 from states import shard
+from tiers import examples
 
 SHAPES = st.lists(st.integers(0, 2**15), max_size=4).map(tuple) | st.sampled_from(
     [(2**48, 2**12), (2**60,)]
@@ -76,6 +77,7 @@ def seen(index: Index) -> dict[str, Any]:
     }
 
 
+@examples(50)
 @given(indices())
 def test_the_file_is_plain_json_of_its_columns_and_is_read_back(index: Index) -> None:
     """Byte for byte what ``json`` writes of lists, which is what older versions wrote."""
@@ -105,6 +107,7 @@ def test_the_file_is_plain_json_of_its_columns_and_is_read_back(index: Index) ->
     assert again.rows_of([*index, "absent"]).tolist() == [*range(len(index)), -1]
 
 
+@examples(50)
 @given(indices(), st.sets(st.text(max_size=3)), st.data())
 def test_of_a_shared_index_each_rank_unpacks_what_it_asks_for(
     index: Index, asked: set[str], data: st.DataObject

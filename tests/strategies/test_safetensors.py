@@ -19,12 +19,12 @@ from dist_checkpointing.strategies import SafetensorsSaveShardedStrategy
 from dist_checkpointing.strategies.safetensors.model_files import DTYPE_NAMES
 from dist_checkpointing.testing import (
     Failures,
-    RoundTrips,
     StorageProtocol,
     assert_same_bits,
     run_ranks,
 )
 from faults import killed
+from few_worlds import FewWorlds
 from states import ALONE, between, blanks, flat, rows, shard, wholes
 from stores import new_url, put
 from tiers import examples
@@ -32,7 +32,7 @@ from tiers import examples
 INDEX = "model.safetensors.index.json"
 
 
-class TestSafetensors(RoundTrips, StorageProtocol, Failures):
+class TestSafetensors(FewWorlds, StorageProtocol, Failures):
     backend = ("safetensors", 1)
     dtypes: ClassVar = tuple(getattr(torch, name) for name in DTYPE_NAMES.values())
     # There is no metadata.json, and a number is no text.
@@ -274,7 +274,7 @@ def test_a_kill_before_any_call_leaves_no_model_or_a_whole_one(tmp_path: Path, n
         child = os.fork()
         if child == 0:
             with killed(f"os.{name}", len(statuses) + 1):
-                dc.save(state, folder, saver(options=StorageOptions(data_file_bytes=400)))
+                dc.save(state, folder, saver(options=StorageOptions(data_file_bytes=800)))
             os._exit(0)
         statuses.append(os.waitpid(child, 0)[1])
         if (folder / INDEX).exists():

@@ -95,7 +95,7 @@ def test_sums_are_what_the_definition_says(dtype: str, shape: Ints) -> None:
     assert whole(values) == sums_by_definition(values)
 
 
-@examples(150)
+@examples(75)
 @given(
     shape=st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple),
     itemsize=st.sampled_from([*BY_ITEMSIZE]),
@@ -168,7 +168,7 @@ def test_every_flipped_bit_is_found(row: Any) -> None:
             memory[element * row.itemsize + byte] ^= 1 << bit
 
 
-@examples(300)
+@examples(100)
 @given(
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
     bit=st.integers(0, 7),

@@ -164,7 +164,7 @@ class TestPlaces:
         assert uneven.max_allowed_chunks() == (2, 6)
         shard(global_shape=(3, 6), allow_shape_mismatch=True)  # padding sticks out
 
-    @examples(200)
+    @examples(100)
     @given(st.data())
     def test_coordinates_are_those_of_numpy(self, data: st.DataObject) -> None:
         local = tuple(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
@@ -285,7 +285,7 @@ class TestNarrow:
         with pytest.raises((CheckpointingException, IndexError)):
             tensor.narrow(dim, start, length)
 
-    @examples(200)
+    @examples(100)
     @given(st.data())
     def test_flattened_narrowing_selects_what_numpy_selects(self, data: st.DataObject) -> None:
         local = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))

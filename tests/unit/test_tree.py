@@ -106,7 +106,7 @@ def identities(tree: Any) -> Any:
     return id(tree)
 
 
-@examples(300)
+@examples(150)
 @given(trees)
 def test_unflatten_inverts_flatten(tree: Any) -> None:
     before, ids = copy.deepcopy(tree), identities(tree)
@@ -146,7 +146,7 @@ def walk(value: Any) -> list[Any]:
     return [value]
 
 
-@examples(300)
+@examples(150)
 @given(trees, st.data())
 def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
     tree: Any, data: st.DataObject
@@ -170,7 +170,7 @@ def _is_wrapped(leaf: object) -> bool:
     return isinstance(leaf, Wrapped)
 
 
-@examples(300)
+@examples(150)
 @given(trees, st.data())
 def test_only_the_way_to_wanted_leaves_is_opened(tree: Any, data: st.DataObject) -> None:
     found, structure = flatten(tree)
@@ -238,7 +238,7 @@ def _overlaid(template: Any, base: Any) -> Any:
     return overlaid(base, structure, wrapped)
 
 
-@examples(300)
+@examples(150)
 @given(old_trees)
 def test_overlay_opens_the_lists_that_an_older_writer_closed(tree: dict[str, Any]) -> None:
     assert same(_overlaid(tree, _close_gaps(tree)), tree)

@@ -68,13 +68,14 @@ def test_statistics_of_random_bits(
     assert_alike(statistics_of(tensor), oracle(tensor))
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Checkpoint:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("saved") / "c"
     full = torch.arange(40 * 30, dtype=torch.float32).reshape(40, 30)
     rows = [shard("w", full.chunk(4)[i], (0, i, 4)) for i in range(4)]
     more = {f"k{i}": shard(f"k{i}", torch.full((5,), i)) for i in range(9)}
-    save({"rows": rows, **more, "z": shard("z", torch.zeros(0, 3))}, tmp_path / "c")
-    return Checkpoint.open(tmp_path / "c")
+    save({"rows": rows, **more, "z": shard("z", torch.zeros(0, 3))}, folder)
+    return Checkpoint.open(folder)
 
 
 def test_streaming(checkpoint: Checkpoint) -> None:
