@@ -191,22 +191,6 @@ def test_an_error_that_cannot_travel_goes_as_text(error: Exception, word: str) -
     assert word in str(raised)
 
 
-@WORLD_SIZES
-def test_exchange_and_from_rank0_fail_alike(world_size: int) -> None:
-    def produce() -> None:
-        raise CorruptCheckpointError("bad", [Finding("p")])
-
-    def exchange(comm: Comm) -> object:
-        ok = comm.rank != world_size - 1
-        return comm.exchange("describe", (lambda: None) if ok else produce)
-
-    def read(comm: Comm) -> object:
-        return comm.from_rank0("read", produce)
-
-    for body in (exchange, read):
-        the_one_error(world_size, body, CorruptCheckpointError)
-
-
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_ranks_go_on_together_after_a_caught_failure(world_size: int) -> None:
     def body(comm: Comm) -> list[Any]:

@@ -1,6 +1,5 @@
 import cmath
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
