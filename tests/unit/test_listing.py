@@ -55,9 +55,10 @@ def whole(key: str) -> StoredTensor:
         ((5, 2), (5, 2), "1 chunk"),
         ((), (), "1 chunk"),
         ((0, 5), (1, 5), "empty"),
+        ((7,), 2, "2 pieces"),
     ],
 )
-def test_sharding(shape: tuple[int, ...], chunk: tuple[int, ...], text: str) -> None:
+def test_sharding(shape: tuple[int, ...], chunk: tuple[int, ...] | int, text: str) -> None:
     assert sharding_text(shape, chunk) == text
 
 

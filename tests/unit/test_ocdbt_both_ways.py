@@ -131,8 +131,7 @@ def test_copies_by_reference(one: dict[bytes, bytes], two: dict[bytes, bytes]) -
 
         def opened(place: Path) -> Any:
             base = {"driver": "file", "path": f"{place}/"}
-            # Nodes above others, whose base path holds for all paths below them.
-            config = {"max_inline_value_bytes": 3, "max_decoded_node_bytes": 200}
+            config = {"max_inline_value_bytes": 3}
             spec = {"driver": "ocdbt", "base": base, "config": config}
             return ts.KvStore.open(spec, context=context).result()
 
@@ -146,6 +145,27 @@ def test_copies_by_reference(one: dict[bytes, bytes], two: dict[bytes, bytes]) -
                 opened(folder / part).experimental_copy_range_to(within).result()
         assert read(folder) == one | two
         find_each(folder, one | two)
+
+
+def test_a_tree_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    """A base path of a node holds for all paths in it."""
+    values = {b"key%d" % i: b"value %d" % i for i in range(300)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ocdbt_tree, "NODE_BYTES", 500)
+        write(tmp_path / "part", values)
+    record = (tmp_path / "part" / ocdbt_nodes.MANIFEST_NAME).read_bytes()
+    root = ocdbt_nodes.decode_manifest(record)
+    assert root is not None
+    assert root.height > 1
+    body = ocdbt_nodes.opened(ocdbt_nodes.MANIFEST, record)
+    # No base path, and the path; then a base path of five bytes.
+    old, new = b"\x01\x07\x00d/nodes", b"\x01\x0c\x05part/d/nodes"
+    assert body.count(old) == 1
+    forged = ocdbt_nodes.sealed(ocdbt_nodes.MANIFEST, body.replace(old, new), compressed=False)
+    (tmp_path / ocdbt_nodes.MANIFEST_NAME).write_bytes(forged)
+    assert read_by_tensorstore(tmp_path) == values
+    assert read(tmp_path) == values
+    find_each(tmp_path, values)
 
 
 def test_both_compressions_and_large_nodes(tmp_path: Path) -> None:
