@@ -25,6 +25,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prepend_axis_num": 1}, "must add up"),
     ({"prepend_axis_num": -1}, "must not be negative"),
     ({"global_offset": (8, 0)}, "sticks out"),
+    ({"global_offset": (5, 0), "axis_fragmentations": None}, "sticks out"),
+    ({"global_shape": (7, 6)}, "sticks out"),
+    (
+        {
+            "global_shape": (7, 8, 6),
+            "global_offset": (7, 4, 0),  # on prepended axes an index
+            "axis_fragmentations": (7, 2, 1),
+            "prepend_axis_num": 1,
+        },
+        "sticks out",
+    ),
     ({"replica_id": "0"}, "replica_id must hold integers"),
     ({"replica_id": (0.5,)}, "replica_id must hold integers"),
     ({"global_offset": (2, 0), "global_shape": (9, 6)}, "a multiple of the local shape"),

@@ -101,24 +101,6 @@ class TestRules:
         assert f"expected {expected}" in str(caught.value)
         assert f"found {found}" in str(caught.value)
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"axis_fragmentations": None, "global_offset": (3, 0)},
-            {"global_shape": (3, 6)},
-            # On prepended axes the offset is an index.
-            {
-                "global_shape": (7, 4, 6),
-                "global_offset": (7, 2, 0),
-                "axis_fragmentations": (7, 2, 1),
-                "prepend_axis_num": 1,
-            },
-        ],
-    )
-    def test_what_sticks_out_is_refused(self, changes: Any) -> None:
-        with pytest.raises(InvalidShardingError, match="sticks out"):
-            shard(**changes)
-
     def test_a_shard_may_be_empty_anywhere(self) -> None:
         for offset in ((0, 0), (1, 0), (3, 0), (4, 0)):
             tensor = shard(data=torch.zeros(0, 6), local_shape=(0, 6), global_offset=offset)
@@ -241,9 +223,8 @@ class TestNarrow:
         (narrowed,) = tensor.narrow(1, 2, 3)
         assert tensor.data is not None
         assert narrowed.data is not None
-        assert torch.equal(narrowed.data, tensor.data[:, 2:5])
         narrowed.data[0, 0] = 99
-        assert tensor.data[0, 2] == 99
+        assert torch.equal(narrowed.data, tensor.data[:, 2:5])
         assert narrowed.without_data() == shard(data=None, local_shape=(2, 3), global_shape=(4, 3))
 
     def test_dim_counts_local_axes_and_may_be_negative(self) -> None:
@@ -272,10 +253,7 @@ class TestNarrow:
 
     @pytest.mark.parametrize(
         ("dim", "start", "length"),
-        [
-            *((dim, 0, 1) for dim in (2, 5, -3)),
-            *((0, *rows) for rows in ((1, 2), (0, 3), (-1, 1), (2, 1), (0, -1))),
-        ],
+        [(2, 0, 1), (5, 0, 1), (-3, 0, 1), (0, 1, 2), (0, 0, 3), (0, -1, 1), (0, 2, 1), (0, 0, -1)],
     )
     @pytest.mark.parametrize("flat", [None, slice(0, 12)])
     def test_what_does_not_exist_is_an_error_even_without_data(
@@ -338,33 +316,25 @@ class TestFromRankOffsets:
             ShardedTensor.from_rank_offsets("w", torch.zeros(2), (2, 0, 2), prepend_axis_num=1)
 
     @pytest.mark.parametrize(
-        ("rank_offsets", "said"),
+        "rank_offsets",
         [
-            ([(-1, 0, 1)], ""),
-            ([(0, -1, 2)], ""),
-            ([(0, 0, 0)], ""),
-            ([(0, 0, -1)], ""),
-            ([(0, 4, 4)], "position 4 is outside of axis 0, cut"),
-            ([(2, 0, 1)], ""),
-            ([(0, 0, 2), (0, 1, 2)], ""),
-            ([(1, 0, 2), (1, 0, 2)], ""),
+            *([offsets] for offsets in [(-1, 0, 1), (0, -1, 2), (0, 0, 0), (0, 0, -1), (2, 0, 1)]),
+            [(0, 4, 4)],
+            [(0, 0, 2), (0, 1, 2)],
+            [(1, 0, 2), (1, 0, 2)],
         ],
     )
-    def test_impossible_positions(
-        self, rank_offsets: list[tuple[int, int, int]], said: str
-    ) -> None:
+    def test_impossible_positions(self, rank_offsets: list[tuple[int, int, int]]) -> None:
         with pytest.raises(CheckpointingException, match="Invalid rank offsets") as caught:
             ShardedTensor.from_rank_offsets("my.key", torch.zeros(2, 3), *rank_offsets)
         assert "for key my.key" in str(caught.value)
-        assert said in str(caught.value)
+        said = "position 4 is outside of axis 0, cut" in str(caught.value)
+        assert said == (rank_offsets == [(0, 4, 4)])
 
     def test_a_flat_range_is_a_value_error_of_its_own_kind(self) -> None:
+        flat: Any = slice(0, 2)
         with pytest.raises(ValueError, match="from_rank_offsets_flat"):
-            ShardedTensor.from_rank_offsets(
-                "w",
-                torch.zeros(2),
-                flattened_range=slice(0, 2),  # type: ignore[arg-type]
-            )
+            ShardedTensor.from_rank_offsets("w", torch.zeros(2), flattened_range=flat)
 
 
 class TestFromRankOffsetsFlat:
@@ -379,10 +349,9 @@ class TestFromRankOffsetsFlat:
 
     @pytest.mark.parametrize(("length", "flat"), [(5, None), (4, slice(5, 10))])
     def test_what_does_not_fit(self, length: int, flat: slice | None) -> None:
+        data = torch.zeros(length)
         with pytest.raises(CheckpointingException, match="'w'"):
-            ShardedTensor.from_rank_offsets_flat(
-                "w", torch.zeros(length), (3, 4), flattened_range=flat
-            )
+            ShardedTensor.from_rank_offsets_flat("w", data, (3, 4), flattened_range=flat)
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
