@@ -20,6 +20,7 @@ from dist_checkpointing.planning import (
     distribute_shards_to_ranks,
 )
 from reference_plans import cut_tensors, planned_by_leaf, seen, shared_out
+from tiers import examples
 
 Layout = RowBlockLayout | WholeShardLayout
 Candidates = Callable[[Sequence[int], int], Sequence[int]]
@@ -84,6 +85,7 @@ PLANNERS: dict[str, tuple[Callable[[int], DefaultSavePlanner], Candidates]] = {
 
 
 @pytest.mark.parametrize("name", PLANNERS)
+@examples(50)
 @given(worlds(), st.integers(8, 48) | st.integers(1, 200))
 def test_who_writes_what_is_what_the_rule_says(
     name: str, ranks: list[list[Any]], most_bytes: int

@@ -100,6 +100,19 @@ def test_values_of_all_ranks_round_after_round(world_size: int) -> None:
     assert calls == [0]
 
 
+def test_everybody_has_the_tensor_of_the_source_which_may_change_it_at_once() -> None:
+    def body(comm: Comm) -> list[list[int]]:
+        seen = []
+        for source in range(comm.world_size):
+            tensor = torch.full((3,), 10 + comm.rank, dtype=torch.uint8)
+            comm.broadcast_tensor(tensor, source)
+            seen.append(tensor.tolist())
+            tensor.zero_()
+        return seen
+
+    assert run_ranks(3, body) == [[[10] * 3, [11] * 3, [12] * 3]] * 3
+
+
 @WORLD_SIZES
 @pytest.mark.parametrize("failing", ["first", "last", "all"])
 def test_a_shared_class_is_raised_as_itself_on_all_ranks(world_size: int, failing: str) -> None:

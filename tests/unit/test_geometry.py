@@ -48,7 +48,7 @@ def is_run(values: list[int]) -> bool:
     return values == list(range(values[0], values[0] + len(values)))
 
 
-@examples(300)
+@examples(150)
 @given(st.data())
 def test_intersect_and_contains(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -76,7 +76,7 @@ def test_boxes_of_different_rank_do_not_mix() -> None:
             one.contains(other)
 
 
-@examples(300)
+@examples(150)
 @given(st.data())
 def test_where_a_window_lies_in_its_buffer(data: st.DataObject) -> None:
     shape = data.draw(solid_shapes)
@@ -109,7 +109,7 @@ def all_indices(grid: ChunkGrid) -> list[Ints]:
     return list(itertools.product(*map(range, grid.counts)))
 
 
-@examples(300)
+@examples(150)
 @given(grids())
 def test_chunks_partition_the_tensor(grid: ChunkGrid) -> None:
     shape = grid.global_shape
@@ -125,7 +125,7 @@ def test_chunks_partition_the_tensor(grid: ChunkGrid) -> None:
     assert (owner != -1).all()
 
 
-@examples(300)
+@examples(150)
 @given(st.data())
 def test_meeting_is_what_a_scan_over_all_chunks_finds(data: st.DataObject) -> None:
     grid = data.draw(grids())
@@ -142,7 +142,7 @@ def test_meeting_of_a_small_box_in_a_huge_grid_is_quick() -> None:
     ]
 
 
-@examples(300)
+@examples(150)
 @given(st.data())
 def test_split_flat_range_covers_exactly_and_in_order(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -163,7 +163,7 @@ def test_split_flat_range_covers_exactly_and_in_order(data: st.DataObject) -> No
         filled += box.num_elements
 
 
-@examples(300)
+@examples(150)
 @given(st.data())
 def test_split_rows_partitions_into_runs(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -186,7 +186,7 @@ def test_split_rows_makes_no_more_blocks_than_needed() -> None:
     assert blocks == [Box((4 + i, 0), (min(3, 10 - i), 5)) for i in range(0, 10, 3)]
 
 
-@examples(300)
+@examples(150)
 @given(st.integers(1, 2000), st.integers(0, 2500))
 def test_largest_divisor_block(extent: int, most: int) -> None:
     divisors = [n for n in range(1, extent + 1) if extent % n == 0 and n <= max(most, 1)]
