@@ -18,7 +18,7 @@ from dist_checkpointing.planning import (
     WriteItem,
     WriteItemType,
 )
-from states import shard
+from states import between, flat as flat_part, shard
 
 KEYS = st.text(min_size=1, max_size=8)
 
@@ -101,46 +101,30 @@ def test_every_item_of_a_final_plan_has_data_of_its_shape() -> None:
     full = torch.arange(96, dtype=torch.int16).reshape(8, 12)
     leaves: list[Any] = [
         shard("rows", full),
-        ShardedTensor("uneven", full[:5], full.dtype, (5, 12), (8, 12), (0, 0), None),
-        ShardedTensor("uneven", full[5:], full.dtype, (3, 12), (8, 12), (5, 0), None),
-        ShardedTensor.from_rank_offsets_flat(
-            "flat", full.reshape(-1)[:50], (8, 12), flattened_range=slice(0, 50)
-        ),
-        ShardedTensor.from_rank_offsets_flat(
-            "flat", full.reshape(-1)[50:], (8, 12), flattened_range=slice(50, 96)
-        ),
+        *(between("uneven", full, *cut) for cut in ((0, 5), (5, 8))),
+        *(flat_part("flat", full, *cut) for cut in ((0, 50), (50, 96))),
         *(shard("layers", row, (0, i, 8), prepend_axis_num=1) for i, row in enumerate(full)),
     ]
-    layouts = (
-        RowBlockLayout(max_chunk_bytes=40),
-        RowBlockLayout(),
-        RowBlockLayout(max_chunk_bytes=40, keeps_ranges=False),
-        RowBlockLayout(keeps_ranges=False),
-        WholeShardLayout(),
-    )
+    pairs = [(most, keeps) for most in (40, 2**20) for keeps in (True, False)]
+    blocks = (RowBlockLayout(most, keeps_ranges=keeps) for most, keeps in pairs)
+    layouts = (*blocks, WholeShardLayout())
     for layout in layouts:
         planner = DefaultSavePlanner()
-        state = {(i,): leaf for i, leaf in enumerate(leaves)}
-        planner.configure_planner(
-            state,  # type: ignore[arg-type]
-            is_coordinator=True,
-            rank=0,
-            layout=layout,
-        )
+        state: Any = {(i,): leaf for i, leaf in enumerate(leaves)}
+        planner.configure_planner(state, is_coordinator=True, rank=0, layout=layout)
         (plan,), _ = planner.build_global_plan([planner.build_local_plan()])
-        seen = {key: torch.zeros(8, 12, dtype=torch.int16) for key in ("rows", "uneven", "flat")}
-        seen["layers"] = torch.zeros(8, 12, dtype=torch.int16)
+        seen = {key: torch.zeros_like(full) for key in ("rows", "uneven", "flat", "layers")}
         for item in planner.finalize_plan(plan).items:
             data, part = planner.get_data(item), item.tensor_data
             assert isinstance(data, torch.Tensor)
             assert part is not None
             assert data.nbytes == item.tensor_storage_size()
             target = seen[item.index.fqn][part.chunk.slices()]
-            assert part.flat_range is None or getattr(layout, "keeps_ranges", True)
             if part.flat_range is None:
                 assert tuple(data.shape) == part.chunk.shape
                 target += data
             else:
+                assert getattr(layout, "keeps_ranges", True)
                 flat = torch.zeros(target.numel(), dtype=torch.int16)
                 flat[slice(*part.flat_range)] = data
                 target += flat.reshape(target.shape)

@@ -31,14 +31,13 @@ from dist_checkpointing.strategies import (
     PlannedLoadStrategy,
     PlannedSaveStrategy,
     StrategyAction,
-    Zarr3LoadShardedStrategy,
     Zarr3SaveShardedStrategy,
     get_default_strategy,
 )
-from dist_checkpointing.testing import run_ranks
-from states import rows, shard
+from dist_checkpointing.testing import assert_same_bits, run_ranks
+from states import flat, rows, shard
 
-BACKENDS = pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2), ("tensorstore", 1)])
+BACKENDS = pytest.mark.parametrize("backend", [("zarr", 1), ("tensorstore", 1)])
 
 
 def saver(backend: tuple[str, int], planner: DefaultSavePlanner) -> PlannedSaveStrategy:
@@ -53,6 +52,7 @@ def loader(backend: tuple[str, int], planner: DefaultLoadPlanner) -> PlannedLoad
 
 WEIGHT = torch.linspace(-3, 3, 24).reshape(4, 6)
 BIAS = torch.arange(4.0)
+TWINS = {"weight": "twin"}
 
 
 # --- rename a key -------------------------------------------------------------------------------
@@ -81,19 +81,17 @@ def test_save_under_another_name(tmp_path: Path, backend: tuple[str, int]) -> No
         strategy = saver(backend, SaveUnder({"weight": "decoder.weight"}))
         dc.save(state, tmp_path / "c", strategy, comm=comm)
         assert state["w"].key == "weight"
+        # Two keys cannot become one.
+        state["t"], strategy = rows("twin", WEIGHT, comm), saver(backend, SaveUnder(TWINS))
+        with pytest.raises(dc.InvalidShardingError, match="2 shards hold this part"):
+            dc.save(state, tmp_path / "d", strategy, comm=comm)
 
     run_ranks(2, one)
     saved = dc.load_plain_tensors(tmp_path / "c")
     assert saved.keys() == {"decoder.weight", "bias"}
     assert torch.equal(saved["decoder.weight"], WEIGHT)
     assert torch.equal(saved["bias"], BIAS)
-
-
-def test_two_keys_cannot_become_one(tmp_path: Path) -> None:
-    state = {"a": shard("a", WEIGHT), "b": shard("b", WEIGHT)}
-    with pytest.raises(dc.InvalidShardingError, match="2 shards hold this part"):
-        dc.save(state, tmp_path / "c", saver(("zarr", 2), SaveUnder({"a": "b"})))
-    assert not (tmp_path / "c").exists()
+    assert not (tmp_path / "d").exists()
 
 
 class LoadFrom(DefaultLoadPlanner):
@@ -117,33 +115,20 @@ class LoadFrom(DefaultLoadPlanner):
 def test_load_from_another_name(tmp_path: Path, backend: tuple[str, int]) -> None:
     dc.save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", backend)
 
-    def one(comm: Comm) -> torch.Tensor:
-        given = torch.zeros(2, 6)
+    def one(comm: Comm) -> Any:
         strategy = loader(backend, LoadFrom({"new.weight": "old.weight"}))
         wanted = rows("new.weight", torch.zeros(4, 6), comm)
-        wanted.data = given
         result: Any = dc.load({"w": wanted}, tmp_path / "c", strategy, comm=comm)
-        assert result["w"].data_ptr() == given.data_ptr()
-        return given
+        assert result["w"] is wanted.data
+        return wanted.data
 
     assert torch.equal(torch.cat(run_ranks(2, one)), WEIGHT)
-
-
-@BACKENDS
-def test_load_from_another_name_by_the_strategy_itself(
-    tmp_path: Path, backend: tuple[str, int]
-) -> None:
-    dc.save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", backend)
     strategy = loader(backend, LoadFrom({"new.weight": "old.weight"}))
     result = strategy.load({"w": shard("new.weight", torch.zeros(4, 6))}, tmp_path / "c")
     assert torch.equal(result["w"], WEIGHT)
-
-
-def test_a_name_that_is_not_stored_either(tmp_path: Path) -> None:
-    dc.save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", ("zarr", 2))
-    strategy = Zarr3LoadShardedStrategy(planner=LoadFrom({"new.weight": "older.weight"}))
+    absent = loader(backend, LoadFrom({"new.weight": "older.weight"}))
     with pytest.raises(dc.StateMismatchError, match=r"older\.weight|new\.weight"):
-        dc.load({"w": shard("new.weight", torch.zeros(4, 6))}, tmp_path / "c", strategy)
+        dc.load({"w": shard("new.weight", torch.zeros(4, 6))}, tmp_path / "c", absent)
 
 
 # --- skip a key ---------------------------------------------------------------------------------
@@ -164,25 +149,21 @@ class SaveWithout(DefaultSavePlanner):
 
 
 @BACKENDS
-@pytest.mark.parametrize("world_size", [3])
 def test_save_without_some_keys(
-    tmp_path: Path, backend: tuple[str, int], world_size: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, backend: tuple[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     data = torch.arange(18.0).reshape(6, 3)
 
     def one(comm: Comm) -> None:
-        state = {key: rows(key, data, comm) for key in ("model.w", "cache.k", "cache.v")}
-        if comm.rank == 2:
-            # All that this rank holds is left out.
-            state = {"w": rows("cache.k", data, comm), "v": rows("cache.v", data, comm)}
+        keys = ("model.w", "cache.k", "cache.v")
+        # All that the third rank holds is left out.
+        state = {key: rows(key, data, comm) for key in keys[comm.rank // 2 :]}
         dc.save(state, tmp_path / "c", saver(backend, SaveWithout("cache.")), comm=comm)
 
     caplog.set_level(logging.INFO, "dist_checkpointing")
-    if world_size == 3:
-        with pytest.raises(dc.InvalidShardingError, match=r"model\.w"):
-            run_ranks(3, one)  # the third rank's rows of model.w are really missing
-        world_size = 2
-    run_ranks(world_size, one)
+    with pytest.raises(dc.InvalidShardingError, match=r"model\.w"):
+        run_ranks(3, one)  # the third rank's rows of model.w are really missing
+    run_ranks(2, one)
     saved = dc.load_plain_tensors(tmp_path / "c")
     assert saved.keys() == {"model.w"}
     assert torch.equal(saved["model.w"], data)
@@ -206,9 +187,10 @@ class LoadWithout(DefaultLoadPlanner):
 @BACKENDS
 def test_load_without_some_keys(tmp_path: Path, backend: tuple[str, int]) -> None:
     dc.save({"w": shard("w", WEIGHT), "b": shard("b", BIAS)}, tmp_path / "c", backend)
-    wanted = {"w": shard("w", torch.full((4, 6), 7.0)), "b": shard("b", torch.full((4,), 7.0))}
+    kept = torch.full((4, 6), 7.0)
+    wanted = {"w": shard("w", kept.clone()), "b": shard("b", torch.zeros(4))}
     result = dc.load(wanted, tmp_path / "c", loader(backend, LoadWithout(["w"])))
-    assert torch.equal(result["w"], torch.full((4, 6), 7.0))
+    assert torch.equal(result["w"], kept)
     assert torch.equal(result["b"], BIAS)
 
 
@@ -242,33 +224,17 @@ def test_save_in_another_dtype(tmp_path: Path, backend: tuple[str, int]) -> None
 
     def one(comm: Comm) -> None:
         state = {"w": rows("w", WEIGHT, comm), "steps": rows("steps", steps, comm)}
-        state["f"] = dc.ShardedTensor.from_rank_offsets_flat(
-            "f",
-            WEIGHT.reshape(-1)[5 * comm.rank : 5 + 19 * comm.rank],
-            (4, 6),
-            flattened_range=slice(5 * comm.rank, 5 + 19 * comm.rank),
-        )
+        state["f"] = flat("f", WEIGHT, *((0, 5), (5, 24))[comm.rank])
         dc.save(state, tmp_path / "c", saver(backend, SaveAsBfloat16()), comm=comm)
         assert state["w"].dtype == torch.float32
 
     run_ranks(2, one)
-    listed = dc.load_tensors_metadata(tmp_path / "c")
-    assert listed["w"].dtype == listed["f"].dtype == torch.bfloat16
-    assert listed["steps"].dtype == torch.int64
     saved = dc.load_plain_tensors(tmp_path / "c")
-    assert torch.equal(saved["w"], WEIGHT.to(torch.bfloat16))
-    assert torch.equal(saved["f"], WEIGHT.to(torch.bfloat16))
-    assert torch.equal(saved["steps"], steps)
-
-
-@BACKENDS
-def test_load_into_another_dtype(tmp_path: Path, backend: tuple[str, int]) -> None:
-    """For this no planner is needed: ``cast`` says that the difference is meant."""
-    dc.save({"w": shard("w", WEIGHT)}, tmp_path / "c", saver(backend, SaveAsBfloat16()))
-    wanted = {"w": shard("w", torch.zeros(4, 6))}
-    with pytest.raises(dc.StateMismatchError, match="dtype differs"):
-        dc.load(wanted, tmp_path / "c")
-    result = dc.load(wanted, tmp_path / "c", cast="widen")
+    assert_same_bits(saved["w"], WEIGHT.to(torch.bfloat16), "w")
+    assert_same_bits(saved["f"], WEIGHT.to(torch.bfloat16), "f")
+    assert_same_bits(saved["steps"], steps, "steps")
+    # For the way back no planner is needed: ``cast`` says that the difference is meant.
+    result = dc.load({"w": shard("w", torch.zeros(4, 6))}, tmp_path / "c", cast="widen")
     assert torch.equal(result["w"], WEIGHT.to(torch.bfloat16).float())
 
 
@@ -288,9 +254,8 @@ def test_change_values_while_loading(tmp_path: Path, backend: tuple[str, int]) -
     dc.save({"w": shard("w", WEIGHT)}, tmp_path / "c", backend)
 
     def one(comm: Comm) -> Any:
-        strategy = loader(backend, LoadScaled())
         wanted = {"w": rows("w", torch.zeros(4, 6), comm)}
-        return dc.load(wanted, tmp_path / "c", strategy, comm=comm)["w"]
+        return dc.load(wanted, tmp_path / "c", loader(backend, LoadScaled()), comm=comm)["w"]
 
     assert torch.equal(torch.cat(run_ranks(4, one)), WEIGHT * 10)
 
@@ -317,9 +282,9 @@ def test_a_method_may_be_put_on_the_planner_itself(tmp_path: Path) -> None:
 # --- objects -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [("tensorstore", 1)])
-def test_objects_can_be_renamed_and_skipped_too(tmp_path: Path, backend: tuple[str, int]) -> None:
+def test_objects_can_be_renamed_and_skipped_too(tmp_path: Path) -> None:
     """Where the backend stores ShardedObjects itself, they are items like any other."""
+    backend = ("tensorstore", 1)
 
     def objects() -> dict[str, Any]:
         return {key: dc.ShardedObject(key, [key], (1,), (0,)) for key in ("rng", "log.a")}

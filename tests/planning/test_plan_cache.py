@@ -17,7 +17,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from states import shard
+from states import between, shard
 
 WORLD = 3
 State = dict[str, Any]
@@ -25,8 +25,7 @@ State = dict[str, Any]
 
 def state(rank: int, step: int = 0) -> State:
     def rows(key: str, count: int) -> dc.ShardedTensor:
-        data = torch.full((count, 4), float(10 * step + rank))
-        return shard(key, data, (0, rank, WORLD))
+        return shard(key, torch.full((count, 4), float(10 * step + rank)), (0, rank, WORLD))
 
     return {
         "a": rows("a", 2),
@@ -46,15 +45,6 @@ def drop(own: State, _rank: int) -> None:
 
 def give_to_another(own: State, rank: int) -> None:
     own["norm"].replica_id = 0 if rank == 1 else 7
-
-
-def retype(own: State, _rank: int) -> None:
-    own["a"].data = own["a"].data.to(torch.float64)
-    own["a"].dtype = torch.float64
-
-
-def reshape_data(own: State, _rank: int) -> None:
-    own["a"].data = torch.ones(3, 4)
 
 
 def reorder(own: State, _rank: int) -> None:
@@ -85,7 +75,7 @@ def count_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return planned
 
 
-@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+@pytest.mark.parametrize("backend", ["tensorstore", "torch_dist"])
 def test_new_values_are_saved_with_the_old_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
@@ -106,13 +96,10 @@ Change = Callable[[State, int], None]
 @pytest.mark.parametrize(
     ("change", "rank"),
     [
-        (add, 0),
         (add, 2),
         (drop, 1),
         (give_to_another, 0),
         (give_to_another, 1),
-        (retype, 2),
-        (reshape_data, 0),
         (reorder, 1),
     ],
 )
@@ -179,14 +166,12 @@ def test_every_field_of_a_leaf_counts(
 
 
 def test_a_list_that_is_changed_in_place_is_noticed(tmp_path: Path) -> None:
-    cache = dc.PlanCache()
-    own = {"a": dc.ShardedTensor("a", torch.ones(2), torch.float32, (2,), (4,), (0,), None)}
-    own["a"].global_offset = [0]  # type: ignore[assignment]  # the constructor makes tuples
-    other = {"a": dc.ShardedTensor("a", torch.zeros(2), torch.float32, (2,), (4,), (2,), None)}
-    both = {"x": own["a"], "y": other["a"]}
-    dc.save(both, tmp_path / "1", plan_cache=cache)
-    own["a"].global_offset[0], other["a"].global_offset = 2, (0,)  # type: ignore[index]
-    dc.save(both, tmp_path / "2", plan_cache=cache)
+    cache, full = dc.PlanCache(), torch.tensor([1.0, 1, 0, 0])
+    own, other = between("a", full, 0, 2), between("a", full, 2, 4)
+    own.global_offset = [0]  # type: ignore[assignment]  # the constructor makes tuples
+    dc.save({"x": own, "y": other}, tmp_path / "1", plan_cache=cache)
+    own.global_offset[0], other.global_offset = 2, (0,)  # type: ignore[index]
+    dc.save({"x": own, "y": other}, tmp_path / "2", plan_cache=cache)
     assert dc.load_plain_tensors(tmp_path / "1")["a"].tolist() == [1, 1, 0, 0]
     assert dc.load_plain_tensors(tmp_path / "2")["a"].tolist() == [0, 0, 1, 1]
 
@@ -197,9 +182,7 @@ def test_caches_that_do_not_belong_together_are_not_used(
     caches = [[dc.PlanCache() for _ in range(2)] for _ in range(2)]
 
     def whole(rank: int, writer: int) -> State:
-        replica = 0 if rank == writer else 1
-        data = torch.full((4,), float(rank))
-        return {"w": shard("w", data, replica_id=replica)}
+        return {"w": shard("w", torch.full((4,), float(rank)), replica_id=abs(rank - writer))}
 
     for writer in range(2):
         save_all(tmp_path / f"of {writer}", partial(whole, writer=writer), caches[writer])
@@ -217,20 +200,18 @@ def test_ranks_without_a_cache_and_ranks_with_one_save_together(tmp_path: Path) 
     assert (dc.load_plain_tensors(tmp_path / "1")["norm"] == 1).all()
 
 
-def test_a_planner_of_the_user_plans_every_time(tmp_path: Path) -> None:
-    class Renaming(DefaultSavePlanner):
-        plans = 0
+def test_a_planner_of_the_user_plans_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(DefaultSavePlanner):
+        """One of a user."""
 
-        def build_local_plan(self) -> SavePlan:
-            Renaming.plans += 1
-            return super().build_local_plan()
-
-    strategy = TensorStoreSaveShardedStrategy(planner=Renaming())
-    cache = dc.PlanCache()
+    planned, cache = count_plans(monkeypatch), dc.PlanCache()
+    strategy = TensorStoreSaveShardedStrategy(planner=Own())
     for step in range(2):
         leaf = shard("w", torch.ones(2))
         dc.save({"w": leaf}, tmp_path / str(step), strategy, plan_cache=cache)
-    assert Renaming.plans == 2
+    assert len(planned) == 2
 
 
 def test_a_cache_keeps_no_values_alive(tmp_path: Path) -> None:

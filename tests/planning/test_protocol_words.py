@@ -38,12 +38,17 @@ from dist_checkpointing.strategies import (
     ZarrSaveShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
-from states import shard
+from states import cell, shard
 
 FULL = torch.arange(24.0).reshape(4, 6)
 WHERE = MetadataIndex("w", (2, 0))
 DATA = TensorWriteData(Box((2, 0), (2, 6)), "float32", (4, 6))
 ITEM = WriteItem(WHERE, WriteItemType.TENSOR, DATA)
+IN_DCP: Any = (
+    dcp.ChunkStorageMetadata(torch.Size((2, 0)), torch.Size((2, 6))),
+    dcp.TensorProperties(dtype=torch.float32),
+    torch.Size((4, 6)),
+)
 
 
 @dataclass
@@ -58,31 +63,21 @@ class Part:
     [
         {"chunk": {"offsets": [2, 0], "sizes": [2, 6]}, "properties": "float32", "size": [4, 6]},
         Part(Box((2, 0), (2, 6)), {"dtype": "torch.float32"}, torch.Size((4, 6))),
-        dcp_planner.TensorWriteData(
-            dcp.ChunkStorageMetadata(torch.Size((2, 0)), torch.Size((2, 6))),
-            dcp.TensorProperties(dtype=torch.float32),
-            torch.Size((4, 6)),
-        ),
+        dcp_planner.TensorWriteData(*IN_DCP),
+        TensorWriteData(*IN_DCP),
         DATA,
     ],
-    ids=["dict", "object", "torch", "ours"],
+    ids=["dict", "object", "torch", "ours by their names", "ours"],
 )
 def test_tensor_data_of_a_dict_or_an_object(given: Any) -> None:
     item = WriteItem(WHERE, WriteItemType.TENSOR, bytes_io_data=None, tensor_data=given)
-    assert item.tensor_data == DATA
-    assert item.tensor_storage_size() == 48
     data = item.tensor_data
-    assert data is not None
+    assert data == DATA
+    assert item.tensor_storage_size() == 48
     assert (data.chunk.offsets, data.chunk.sizes) == ((2, 0), (2, 6))
     assert data["properties"].dtype == data.properties.dtype == "float32"
     assert data["size"] == (4, 6)
     assert SavePlan([item]).items == [item]
-
-
-def test_tensor_data_by_the_names_of_the_protocol() -> None:
-    chunk = dcp.ChunkStorageMetadata(torch.Size((2, 0)), torch.Size((2, 6)))
-    properties = dcp.TensorProperties(dtype=torch.float32)
-    assert TensorWriteData(chunk=chunk, properties=properties, size=(4, 6)) == DATA
 
 
 CHUNK = {"offsets": (0,), "sizes": (4,)}
@@ -141,17 +136,14 @@ def test_plans_may_be_changed() -> None:
 
 
 def test_plans_of_nothing_and_of_items() -> None:
-    assert SavePlan().items == []
-    assert LoadPlan().items == []
     item = WriteItem(MetadataIndex("o"), WriteItemType.BYTE_IO, None, b"12")
-    plan = SavePlan([item], storage_data="s", planner_data="p")
-    assert (plan.storage_data, plan.planner_data) == ("s", "p")
-    assert plan.items == [WriteItem(MetadataIndex("o", (0,)), item.type, object_cell=(1,))]
-    assert SavePlan([], "s", "p").planner_data == "p"
+    written = WriteItem(MetadataIndex("o", (0,)), item.type, object_cell=(1,))
     read = ReadItem(LoadItemType.TENSOR, WHERE, (0, 0), WHERE, (0, 1), (2, 3))
-    load_plan = LoadPlan([read], "s", "p")
-    assert load_plan.items == [read]
-    assert (load_plan.storage_data, load_plan.planner_data) == ("s", "p")
+    kinds: Any = ((SavePlan, item, written), (LoadPlan, read, read))
+    for kind, one, seen in kinds:
+        assert kind().items == []
+        plan = kind([one], "s", "p")
+        assert (plan.items, plan.storage_data, plan.planner_data) == ([seen], "s", "p")
 
 
 # --- what is read ---------------------------------------------------------------------------------
@@ -167,28 +159,16 @@ INDEX = Index.of(
             None,
             Pieces.of(2, [(Box((0, 0), (1, 6)), None), (Box((1, 0), (3, 6)), None)]),
         ),
-        StoredTensor(
-            "flat",
-            FLOAT,
-            (9,),
-            None,
-            Pieces.of(1, [(Box((0,), (9,)), (0, 5)), (Box((0,), (9,)), (5, 9))]),
-        ),
     ],
     {"o": (1,)},
 )
 
 
 def item(key: str, chunk: Any, offsets: Any, shape: Any, **changes: Any) -> ReadItem:
-    fields: dict[str, Any] = {
-        "type": LoadItemType.TENSOR,
-        "dest_index": MetadataIndex(key, (0,) * len(shape)),
-        "dest_offsets": (0,) * len(shape),
-        "storage_index": MetadataIndex(key, chunk),
-        "storage_offsets": offsets,
-        "lengths": shape,
-    }
-    return ReadItem(**{**fields, **changes})
+    place = MetadataIndex(key, (0,) * len(shape))
+    fields: dict[str, Any] = {"dest_index": place, "dest_offsets": (0,) * len(shape)}
+    fields |= {"storage_index": MetadataIndex(key, chunk), "storage_offsets": offsets}
+    return ReadItem(**{"type": LoadItemType.TENSOR, **fields, "lengths": shape, **changes})
 
 
 LEAVES = [shard(key, torch.zeros(4, 6)) for key in ("pieces", "grid")]
@@ -208,10 +188,10 @@ def test_the_chunks_of_items_are_found() -> None:
     plan = LoadPlan([item("grid", (0, 0), (0, 0), (1, 6), dest_index=wrong)])
     assert user_planner.placed(plan, INDEX, LEAVES).items[0].dest_index.index == 1
     where = MetadataIndex("o")
-    leaves = [dc.ShardedObject("o", None, (1,), (0,))]
+    leaves = [cell("o", None)]
     plan = LoadPlan([ReadItem(LoadItemType.BYTE_IO, where, storage_index=where)])
-    (cell,) = user_planner.placed(plan, INDEX, leaves).items
-    assert (cell.storage_index, cell.dest_index.index) == (MetadataIndex("o", (0,)), 0)
+    (own,) = user_planner.placed(plan, INDEX, leaves).items
+    assert (own.storage_index, own.dest_index.index) == (MetadataIndex("o", (0,)), 0)
     # Offsets of a range count from what is stored.
     window = Window(7, (4,), Box((1,), (2,)))
     read = ReadItem(LoadItemType.TENSOR, WHERE, window, WHERE, window)
@@ -306,14 +286,12 @@ def test_metadata_is_an_index_in_other_words() -> None:
         assert one.state_dict_metadata.keys() == described.keys()
     extras = (again.planner_data, again.storage_data, again.storage_meta, again.version)
     assert extras == ("p", {"w": "somewhere"}, "m", "2.0")
-
-
-def test_metadata_of_chunks_that_make_no_grid() -> None:
-    chunks = [{"offsets": (0,), "sizes": (1,)}, {"offsets": (1,), "sizes": (3,)}]
-    tensor = {"properties": {"dtype": torch.int8}, "size": (4,), "chunks": chunks}
-    stored = Metadata({"w": tensor})["w"]
-    assert stored.pieces is not None
-    assert [box for box, _ in stored.pieces] == [Box((0,), (1,)), Box((1,), (3,))]
+    # Chunks that make no grid, of a tensor that is described by a dict.
+    uneven = [{"offsets": (0,), "sizes": (1,)}, {"offsets": (1,), "sizes": (3,)}]
+    tensor = {"properties": {"dtype": torch.int8}, "size": (4,), "chunks": uneven}
+    pieces = Metadata({"w": tensor})["w"].pieces
+    assert pieces is not None
+    assert [box for box, _ in pieces] == [Box((0,), (1,)), Box((1,), (3,))]
 
 
 # --- planners -------------------------------------------------------------------------------------
@@ -350,13 +328,11 @@ def test_items_without_a_hint_find_their_leaf(tmp_path: Path) -> None:
             )
 
     def one(comm: Comm) -> None:
+        halves = ((half, FULL.chunk(2)[half]) for half in (1, 0))
         state = {
             "a": shard("a", FULL + comm.rank, (0, comm.rank, 2)),
-            "b": [
-                shard("b", FULL[half * 2 :][:2], (0, half, 2), replica_id=comm.rank)
-                for half in (1, 0)
-            ],
-            "o": dc.ShardedObject("o", comm.rank, (2,), (comm.rank,)),
+            "b": [shard("b", part, (0, half, 2), replica_id=comm.rank) for half, part in halves],
+            "o": cell("o", comm.rank, comm),
         }
         dc.save(state, tmp_path / "c", TensorStoreSaveShardedStrategy(planner=Forgets()), comm=comm)
 
@@ -422,14 +398,15 @@ OWN_BYTES = {"bytes": TakesBytes, "stream": TakesStreams, "load": LoadsBytes}
 def test_bytes_for_those_that_ask_for_them(tmp_path: Path, planner: Any, found: str) -> None:
     # A planner that has saved bytes of its own gets them back as they were.
     for number, value in enumerate(({"a": 1}, b"own")):
-        dc.save({"o": dc.ShardedObject("o", value, (1,), (0,))}, tmp_path / str(number))
-        wanted = {"o": dc.ShardedObject("o", None, (1,), (0,))}
+        dc.save({"o": cell("o", value)}, tmp_path / str(number))
         strategy = TensorStoreLoadShardedStrategy(planner=planner())
-        assert dc.load(wanted, tmp_path / str(number), strategy) == {"o": [found, value]}
+        assert dc.load({"o": cell("o", None)}, tmp_path / str(number), strategy) == {
+            "o": [found, value]
+        }
 
 
 def test_bytes_are_not_unpickled_without_trust() -> None:
-    planner, leaf = DefaultLoadPlanner(), dc.ShardedObject("o", None, (1,), (0,))
+    planner, leaf = DefaultLoadPlanner(), cell("o", None)
     planner.configure_planner({("o",): leaf}, Metadata())
     where = MetadataIndex("o", (0,), 0)
     read = ReadItem(LoadItemType.BYTE_IO, where, storage_index=where)

@@ -20,6 +20,7 @@ from dist_checkpointing.planning import (
     distribute_shards_to_ranks,
 )
 from reference_plans import cut_tensors, planned_by_leaf, seen, shared_out
+from tiers import examples
 
 Layout = RowBlockLayout | WholeShardLayout
 Candidates = Callable[[Sequence[int], int], Sequence[int]]
@@ -35,13 +36,12 @@ def shards(draw: st.DrawFn) -> tuple[dict[str, list[int]], dict[str, int], int, 
     return holders, sizes, num_ranks, cross
 
 
-class TestDistribute:
-    @given(shards())
-    def test_is_the_plain_scan(
-        self, case: tuple[dict[str, list[int]], dict[str, int], int, set[str]]
-    ) -> None:
-        result, expected = distribute_shards_to_ranks(*case), shared_out(*case)
-        assert list(result.items()) == list(expected.items())
+@given(shards())
+def test_distribution_is_the_plain_scan(
+    case: tuple[dict[str, list[int]], dict[str, int], int, set[str]],
+) -> None:
+    result, expected = distribute_shards_to_ranks(*case), shared_out(*case)
+    assert list(result.items()) == list(expected.items())
 
 
 # --- small worlds against the plain rule ----------------------------------------------------------
@@ -85,6 +85,7 @@ PLANNERS: dict[str, tuple[Callable[[int], DefaultSavePlanner], Candidates]] = {
 
 
 @pytest.mark.parametrize("name", PLANNERS)
+@examples(50)
 @given(worlds(), st.integers(8, 48) | st.integers(1, 200))
 def test_who_writes_what_is_what_the_rule_says(
     name: str, ranks: list[list[Any]], most_bytes: int
@@ -127,11 +128,10 @@ def test_whole_shards_share_a_divisor_or_an_axis(ranks: list[list[Any]], most: i
 
 
 def test_a_plan_with_fewer_axes_than_the_index_is_cut() -> None:
-    ranks = [[ShardedTensor.from_rank_offsets("cube", torch.zeros(4, 4, 4, dtype=torch.int8))]]
-    ranks.append([ShardedTensor.from_rank_offsets("row", torch.zeros(9, dtype=torch.int8))])
+    shapes = {"cube": (4, 4, 4), "row": (9,)}
     planner, local = DefaultSavePlanner(), []
-    for rank, leaves in enumerate(ranks):
-        state: Any = dict(enumerate(leaves))
+    for rank, (key, shape) in enumerate(shapes.items()):
+        state: Any = {0: ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=torch.int8))}
         planner.configure_planner(state, rank == 0, rank, layout=RowBlockLayout(4))
         local.append(planner.build_local_plan())
     _, index = planner.build_global_plan(local)
@@ -144,17 +144,19 @@ def test_a_plan_with_fewer_axes_than_the_index_is_cut() -> None:
 Shapes = dict[str, tuple[int, ...]]
 
 
-def transformer(layers: int, hidden: int, **widths: tuple[int, int]) -> Shapes:
-    shapes: Shapes = {"embed": (128256, hidden), "positions": (1024, hidden)}
-    for layer in range(layers):
-        shapes |= {f"{layer}.{name}": shape for name, shape in widths.items()}
-        shapes |= {f"{layer}.norm": (hidden,)}
-    return shapes
-
-
-MODELS = {
-    "GPT-2 XL": (transformer(48, 1600, attn=(4800, 1600), fc=(6400, 1600), out=(1600, 6400)), 1),
-    "Llama 3 8B": (transformer(32, 4096, q=(4096, 4096), kv=(2048, 4096), up=(14336, 4096)), 4),
+LLAMA: Shapes = {  # 3 8B
+    "embed": (128256, 4096),
+    "positions": (1024, 4096),
+    **{
+        f"{layer}.{name}": shape
+        for layer in range(32)
+        for name, shape in {
+            "q": (4096, 4096),
+            "kv": (2048, 4096),
+            "up": (14336, 4096),
+            "norm": (4096,),
+        }.items()
+    },
 }
 
 
@@ -175,12 +177,10 @@ def replicated(shapes: Shapes, replicas: int, tensor_parallel: int) -> list[list
     return ranks
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_eight_replicas_of_a_real_model(model: str) -> None:
-    shapes, tensor_parallel = MODELS[model]
-    plans, _ = planned(BalancedSavePlanner(), replicated(shapes, 8, tensor_parallel))
+def test_eight_replicas_of_a_real_model() -> None:
+    plans, _ = planned(BalancedSavePlanner(), replicated(LLAMA, 8, 4))
     loads = [plan.num_bytes for plan in plans]
-    assert sum(loads) == sum(2 * math.prod(shape) for shape in shapes.values())
+    assert sum(loads) == sum(2 * math.prod(shape) for shape in LLAMA.values())
     assert max(loads) <= 1.05 * sum(loads) / len(loads)
 
 

@@ -2,9 +2,9 @@
 
 import copy
 import itertools
-import tempfile
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from dist_checkpointing.strategies import (
     FullyParallelLoadStrategyWrapper,
     LoadShardedStrategy,
     TensorStoreLoadShardedStrategy,
-    TensorStoreSaveShardedStrategy,
     Zarr3LoadShardedStrategy,
     Zarr3SaveShardedStrategy,
     fully_parallel as passing,
@@ -40,7 +39,7 @@ from dist_checkpointing.strategies import (
 from dist_checkpointing.strategies.unplanned_strategies import ForeignReader
 from dist_checkpointing.testing import assert_same_bits, observed, poisoned, random_bits, run_ranks
 from simulated_groups import TinyChunks, each_rank, everybody_fails
-from states import shard
+from states import cell, shard, wholes
 from tiers import examples
 
 Algorithm = Literal["broadcast", "gather_object", "gather_rounds"]
@@ -126,90 +125,64 @@ DTYPE_OF = {"a": torch.int16, "b": torch.bool, "c": torch.complex64, "d": torch.
 FULL = {key: random_bits(SHAPE, dtype, i) for i, (key, dtype) in enumerate(DTYPE_OF.items())}
 
 
-@dataclass(frozen=True)
-class Wish:
-    """A part that some ranks want, in memory of some kind."""
-
-    key: str
-    box: Box
-    flat: tuple[int, int] | None
-    prepend: int
-    ranks: tuple[tuple[int, str], ...]
-
-    def leaf(self, memory: str) -> ShardedTensor:
-        flat = None if self.flat is None else slice(*self.flat)
-        whole = FULL[self.key]
-        leaf = ShardedTensor(
-            self.key,
-            None,
-            whole.dtype,
-            self.box.shape[self.prepend :],
-            SHAPE,
-            self.box.offset,
-            None,
-            3,
-            self.prepend,
-            flattened_range=flat,
-        )
-        if memory != "none":
-            given = poisoned(expected(whole, leaf))
-            if memory == "strided" and given.ndim:
-                wide = given.new_empty((*given.shape[:-1], 2 * given.shape[-1] + 1))
-                wide[..., 1::2] = given
-                given = wide[..., 1::2]
-            if memory == "parameter" and given.is_floating_point():
-                given.requires_grad_()
-            leaf.data = given
-        return leaf
+Wish = tuple[ShardedTensor, list[tuple[int, str]]]
+"""A part without data, and the ranks that want it, each in memory of some kind."""
 
 
-PartsOf = Callable[[Wish], Sequence[tuple[Box, tuple[int, int] | None]]]
+def in_memory(part: ShardedTensor, memory: str) -> ShardedTensor:
+    leaf = part.without_data()
+    if memory != "none":
+        given = poisoned(expected(FULL[leaf.key], leaf))
+        if memory == "strided" and given.ndim:
+            wide = given.new_empty((*given.shape[:-1], 2 * given.shape[-1] + 1))
+            wide[..., 1::2] = given
+            given = wide[..., 1::2]
+        if memory == "parameter" and given.is_floating_point():
+            given.requires_grad_()
+        leaf.data = given
+    return leaf
 
 
 @dataclass(frozen=True)
 class World:
-    groups: tuple[tuple[int, ...], ...]
-    wishes: tuple[Wish, ...]
+    groups: list[tuple[int, ...]]
+    wishes: list[Wish]
 
     def leaves(self, rank: int) -> list[ShardedTensor]:
         return [
-            wish.leaf(memory) for wish in self.wishes for who, memory in wish.ranks if who == rank
+            in_memory(part, memory)
+            for part, who in self.wishes
+            for own, memory in who
+            if own == rank
         ]
 
-    def unique_bytes(self, parts_of: PartsOf) -> int:
+    def unique_bytes(self, index: Index) -> int:
         """What must be read if a group in which anything is shared reads each part once."""
-        return sum(self._bytes_of(group, parts_of) for group in self.groups)
+        return sum(self._bytes_of(group, index) for group in self.groups)
 
-    def _bytes_of(self, group: tuple[int, ...], parts_of: PartsOf) -> int:
+    def _bytes_of(self, group: tuple[int, ...], index: Index) -> int:
         wanted = [
             ((wish.key, part), rank)
-            for wish in self.wishes
-            for rank, _ in wish.ranks
+            for wish, who in self.wishes
+            for rank, _ in who
             if rank in group
-            for part in parts_of(wish)
+            for part in stored_parts(index, wish)
         ]
         parts = [part for part, _ in wanted]
         if len(set(parts)) < len(set(wanted)):  # two ranks want the same
             parts = list(set(parts))
-        return sum(
-            (box.num_elements if flat is None else flat[1] - flat[0]) * DTYPE_OF[key].itemsize
-            for key, (box, flat) in parts
-        )
+        return sum(box.num_elements * DTYPE_OF[key].itemsize for key, box in parts)
 
 
-def stored_parts(index: Index) -> PartsOf:
+def stored_parts(index: Index, wish: ShardedTensor) -> list[Box]:
     """The parts of stored chunks that fill a wish."""
-
-    def parts_of(wish: Wish) -> list[tuple[Box, None]]:
-        grid = index[wish.key].grid
-        return [
-            (inside, None)
-            for box in boxes_of_part(wish.box, wish.flat)
-            for chunk, _ in grid.intersecting(box)
-            if (inside := grid.box(chunk).intersect(box)) is not None
-        ]
-
-    return parts_of
+    grid = index[wish.key].grid
+    return [
+        inside
+        for box in boxes_of_part(wish.box, wish.flat_range)
+        for chunk, _ in grid.intersecting(box)
+        if (inside := grid.box(chunk).intersect(box)) is not None
+    ]
 
 
 @st.composite
@@ -217,29 +190,28 @@ def worlds(draw: st.DrawFn) -> World:
     num_ranks = draw(st.integers(2, 5))
     order = draw(st.permutations(range(num_ranks)))
     edges = [0, *sorted(draw(st.sets(st.integers(1, num_ranks - 1), max_size=2))), num_ranks]
-    groups = tuple(tuple(order[a:b]) for a, b in itertools.pairwise(edges))
+    groups = [tuple(order[a:b]) for a, b in itertools.pairwise(edges)]
     memories = st.sampled_from(["contiguous", "strided", "none", "parameter"])
     who = st.lists(st.tuples(st.integers(0, num_ranks - 1), memories), min_size=1, max_size=6)
-    wishes = []
+    wishes: list[Wish] = []
     for _ in range(draw(st.integers(1, 6))):
         key = draw(st.sampled_from(sorted(DTYPE_OF)))
         prepend = draw(st.integers(0, 1))
         extents = [1] * prepend + [draw(st.integers(1, e)) for e in SHAPE[prepend:]]
         offset = [draw(st.integers(0, e - n)) for e, n in zip(SHAPE, extents, strict=True)]
-        box = Box(tuple(offset), tuple(extents))
         flat = None
         if draw(st.booleans()):
-            start = draw(st.integers(0, box.num_elements - 1))
-            flat = start, draw(st.integers(start + 1, box.num_elements))
-        wishes.append(Wish(key, box, flat, prepend, tuple(draw(who))))
-    return World(groups, tuple(wishes))
+            start = draw(st.integers(0, math.prod(extents) - 1))
+            flat = slice(start, draw(st.integers(start + 1, math.prod(extents))))
+        place: Any = (extents[prepend:], SHAPE, offset, None, 3, prepend, False, flat)
+        wishes.append((ShardedTensor(key, None, DTYPE_OF[key], *place), draw(who)))
+    return World(groups, wishes)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    state = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in FULL.items()}
-    save(state, folder, TinyChunks())
+    save(wholes(FULL), folder, TinyChunks())
     return folder
 
 
@@ -258,7 +230,7 @@ def test_every_wish_is_filled_and_read_once(saved: Path, world: World, buffer_by
     each_rank(world.groups, one)
     index = read_index(saved)
     assert index is not None
-    assert counting.total == world.unique_bytes(stored_parts(index))
+    assert counting.total == world.unique_bytes(index)
 
 
 def check(wanted: Sequence[ShardedTensor], got: Sequence[torch.Tensor], *, in_place: bool) -> None:
@@ -285,7 +257,7 @@ def test_a_third_party_reads_once(world: World, in_place: bool) -> None:
         return base.num_bytes
 
     index = ForeignReader(Plain(FULL), "unused").read_metadata()
-    assert sum(each_rank(world.groups, one)) == world.unique_bytes(stored_parts(index))
+    assert sum(each_rank(world.groups, one)) == world.unique_bytes(index)
 
 
 # --- who reads ----------------------------------------------------------------------------------
@@ -295,34 +267,32 @@ def replicas(comm: Comm, full: dict[str, torch.Tensor]) -> dict[str, ShardedTens
     return {key: shard(key, poisoned(data), replica_id=comm.rank) for key, data in full.items()}
 
 
-@pytest.mark.parametrize(
-    ("saver", "loader"),
-    [
-        (Zarr3SaveShardedStrategy, Zarr3LoadShardedStrategy),
-        (TensorStoreSaveShardedStrategy, TensorStoreLoadShardedStrategy),
-    ],
-)
-def test_four_replicas_read_a_quarter_each(
-    tmp_path: Path, saver: type[Any], loader: type[Any]
-) -> None:
+def load_copies(
+    folder: Path, full: dict[str, torch.Tensor], comm: Comm, strategy: Any, **options: Any
+) -> dict[str, Any]:
+    """All of each tensor, in place."""
+    wanted: Any = replicas(comm, full)
+    result: dict[str, Any] = load(wanted, folder, strategy, comm=comm, **options)
+    for key, leaf in wanted.items():
+        assert result[key] is leaf.data
+        assert_same_bits(result[key], full[key], key)
+    return result
+
+
+def test_four_replicas_read_a_quarter_each(tmp_path: Path) -> None:
     full = {f"w{i}": random_bits((32, 16), torch.bfloat16, i) for i in range(12)}
-    save({k: shard(k, t) for k, t in full.items()}, tmp_path, saver())
-    counting = Counting(loader())
+    save(wholes(full), tmp_path)
+    counting = Counting(TensorStoreLoadShardedStrategy())
 
     def one(comm: Comm) -> int:
         done: list[int] = []
-        state: Any = replicas(comm, full)
-        strategy = sharing_reads(counting.on(comm.rank))
-        result: Any = load(
-            state,
+        load_copies(
             tmp_path,
-            strategy,
-            comm=comm,
+            full,
+            comm,
+            sharing_reads(counting.on(comm.rank)),
             progress=lambda p: done.append(p.bytes_done) if p.phase == "reading" else None,
         )
-        for key, leaf in state.items():
-            assert result[key] is leaf.data
-            assert_same_bits(result[key], full[key], key)
         return max(done)
 
     progress = run_ranks(4, one)
@@ -334,18 +304,11 @@ def test_four_replicas_read_a_quarter_each(
 def test_one_large_tensor_is_read_by_all(tmp_path: Path) -> None:
     """Along chunks, so that no chunk is read by two."""
     full = {"w": random_bits((48, 5), torch.int16)}
-    state = {"w": shard("w", full["w"])}
-    save(state, tmp_path, TinyChunks(codec="zstd"))
+    save(wholes(full), tmp_path, TinyChunks(codec="zstd"))
     counting = Counting(Zarr3LoadShardedStrategy())
-
-    def one(comm: Comm) -> None:
-        wanted: Any = replicas(comm, full)
-        base = counting.on(comm.rank)
-        strategy = sharing_reads(base)
-        load(wanted, tmp_path, strategy, comm=comm)
-        assert_same_bits(wanted["w"].data, full["w"], "w")
-
-    run_ranks(4, one)
+    run_ranks(
+        4, lambda comm: load_copies(tmp_path, full, comm, sharing_reads(counting.on(comm.rank)))
+    )
     assert counting.total == full["w"].nbytes
     assert max(counting.num_bytes.values()) <= 2 * full["w"].nbytes // 4
     for a, b in itertools.combinations(counting.chunks.values(), 2):
@@ -353,30 +316,26 @@ def test_one_large_tensor_is_read_by_all(tmp_path: Path) -> None:
     assert len(counting.chunks) == 4
 
 
-def test_little_is_read_by_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_little", [False, True])
+def test_little_is_read_by_each(tmp_path: Path, *, is_little: bool) -> None:
     full = {"w": random_bits((32, 16), torch.bfloat16)}
-    save({"w": shard("w", full["w"])}, tmp_path, "zarr")
-    for least, times in ((full["w"].nbytes, 1), (full["w"].nbytes + 1, 3)):
-        counting = Counting(Zarr3LoadShardedStrategy())
+    save(wholes(full), tmp_path, "zarr")
+    counting = Counting(Zarr3LoadShardedStrategy())
+    num_bytes = full["w"].nbytes
 
-        def one(comm: Comm, counting: Counting = counting, least: int = least) -> None:
-            wanted: Any = replicas(comm, full)
-            strategy = FullyParallelLoadStrategyWrapper(
-                counting.on(comm.rank), min_shared_bytes=least
-            )
-            load(wanted, tmp_path, strategy, comm=comm)
-            assert_same_bits(wanted["w"].data, full["w"], "w")
+    def one(comm: Comm) -> None:
+        base = counting.on(comm.rank)
+        wrapper = FullyParallelLoadStrategyWrapper(base, min_shared_bytes=num_bytes + is_little)
+        load_copies(tmp_path, full, comm, wrapper)
 
-        run_ranks(3, one)
-        assert counting.total == times * full["w"].nbytes
+    run_ranks(3, one)
+    assert counting.total == (3 if is_little else 1) * num_bytes
 
 
 def test_conjugate_and_negative_views_are_filled_as_what_they_stand_for(tmp_path: Path) -> None:
-    full: dict[str, torch.Tensor] = {}
-    for i in range(4):
-        full[f"c{i}"] = torch.randn(8, 4, dtype=torch.complex64)
-        full[f"r{i}"] = torch.randn(8, 4)
-    save({k: shard(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    dtypes = {"c": torch.complex64, "r": torch.float32}
+    full = {f"{k}{i}": torch.randn(8, 4, dtype=t) for k, t in dtypes.items() for i in range(4)}
+    save(wholes(full), tmp_path, "zarr")
 
     def one(comm: Comm) -> None:
         wanted: Any = replicas(comm, full)
@@ -413,14 +372,11 @@ def test_ranks_may_want_other_dtypes_and_shapes(tmp_path: Path) -> None:
 
 def test_verifying_and_trusting_work_as_ever(tmp_path: Path) -> None:
     full = {f"w{i}": random_bits((8, 4), torch.float32, i) for i in range(4)}
-    state: dict[str, Any] = {k: shard(k, t) for k, t in full.items()}
-    save(state | {"rng": ShardedObject("rng", {1, 2}, (1,), (0,))}, tmp_path, "tensorstore")
+    save(wholes(full) | {"rng": cell("rng", {1, 2})}, tmp_path, "tensorstore")
 
     def one(comm: Comm) -> Any:
-        wanted: Any = replicas(comm, full)
-        wanted["rng"] = ShardedObject("rng", None, (1,), (0,))
-        base = TensorStoreLoadShardedStrategy()
-        strategy = sharing_reads(base)
+        wanted: Any = replicas(comm, full) | {"rng": cell("rng", None)}
+        strategy = sharing_reads(TensorStoreLoadShardedStrategy())
         result: Any = load(wanted, tmp_path, strategy, comm=comm, verify=True, trusted=True)
         assert all(result[key] is wanted[key].data for key in full)
         return result["rng"]
@@ -438,7 +394,7 @@ def test_a_change_on_one_rank_is_seen_by_all(
     tmp_path: Path, change: str, changed_rank: int
 ) -> None:
     full = {f"w{i}": torch.arange(64.0).reshape(16, 4) + i for i in range(4)}
-    save({k: shard(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    save(wholes(full), tmp_path, "zarr")
 
     def one(comm: Comm) -> tuple[bool, bool]:
         strategy = sharing_reads(Zarr3LoadShardedStrategy(), None, True)
@@ -470,16 +426,13 @@ def test_a_change_on_one_rank_is_seen_by_all(
 def test_another_chunk_grid_is_another_sharing(tmp_path: Path) -> None:
     full = {"w": torch.arange(64.0).reshape(16, 4)}
     for name, kind in (("a", Zarr3SaveShardedStrategy), ("b", TinyChunks)):
-        state = {"w": shard("w", full["w"])}
-        save(state, tmp_path / name, kind())
+        save(wholes(full), tmp_path / name, kind())
 
     def one(comm: Comm) -> bool:
         strategy = sharing_reads(Zarr3LoadShardedStrategy(), None, True)
         seen = []
         for name in "ab":
-            wanted: Any = replicas(comm, full)
-            load(wanted, tmp_path / name, strategy, comm=comm)
-            assert torch.equal(wanted["w"].data, full["w"])
+            load_copies(tmp_path / name, full, comm, strategy)
             seen.append(strategy.cached_distribution)
         return seen[0] is seen[1]
 
@@ -497,7 +450,7 @@ def test_one_failing_rank_fails_all_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     full = {f"w{i}": random_bits((8, 4), torch.float32, i) for i in range(6)}
-    save({k: shard(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    save(wholes(full), tmp_path, "zarr")
     bad = 2
 
     class Broken(DefaultLoadPlanner):
@@ -528,8 +481,7 @@ def test_one_failing_rank_fails_all_groups(
 
 
 def test_what_is_not_there_is_found_before_anything_is_read(tmp_path: Path) -> None:
-    full = {"w": torch.ones(4, 4)}
-    save({"w": shard("w", full["w"])}, tmp_path, "zarr")
+    save({"w": shard("w", torch.ones(4, 4))}, tmp_path, "zarr")
 
     def one(comm: Comm, group: Comm) -> None:
         wanted = replicas(comm, {"w": torch.zeros(4, 4), "absent": torch.zeros(3)})
@@ -570,46 +522,34 @@ def test_what_is_said_of_the_checkpoint_is_what_the_strategy_says(tmp_path: Path
     wrapper = FullyParallelLoadStrategyWrapper(Plain(FULL))
     assert wrapper.load_tensors_metadata(tmp_path).keys() == FULL.keys()
     assert wrapper.load_sharded_metadata(tmp_path).keys() == {*FULL, "rng/shard_0_1"}
-    with tempfile.TemporaryDirectory() as folder:
-        save({"w": shard("w", torch.ones(4))}, folder, "zarr")
-        planned = FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy())
-        for one in (planned, planned.for_format("zarr", 2)):
-            assert one.load_sharded_metadata(folder).keys() == {"w"}
-            given = torch.zeros(4)
-            loaded = one.load({"w": shard("w", given)}, folder)
-            assert loaded["w"] is given
-            assert torch.equal(given, torch.ones(4))
-        planned.for_format("zarr", 2).remove_sharded_tensors(folder, "w")
-        assert not planned.load_tensors_metadata(folder)
+    save({"w": shard("w", torch.ones(4))}, tmp_path, "zarr")
+    planned = FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy())
+    for one in (planned, planned.for_format("zarr", 2)):
+        assert one.load_sharded_metadata(tmp_path).keys() == {"w"}
+        given = torch.zeros(4)
+        assert one.load({"w": shard("w", given)}, tmp_path)["w"] is given
+        assert torch.equal(given, torch.ones(4))
+    planned.for_format("zarr", 2).remove_sharded_tensors(tmp_path, "w")
+    assert not planned.load_tensors_metadata(tmp_path)
 
 
 def test_another_number_of_ranks_is_another_sharing(tmp_path: Path) -> None:
     """The same wrappers load with all ranks, and then with some of them."""
     full = {f"w{i}": random_bits((8, 4), torch.float32, i) for i in range(4)}
-    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    save(wholes(full), tmp_path, "zarr")
     wrappers = [sharing_reads(Zarr3LoadShardedStrategy(), None, True) for _ in range(4)]
-
-    def one(comm: Comm) -> None:
-        wanted: Any = replicas(comm, full)
-        load(wanted, tmp_path, wrappers[comm.rank], comm=comm)
-        for key, leaf in wanted.items():
-            assert_same_bits(leaf.data, full[key], key)
-
-    run_ranks(4, one)
-    run_ranks(2, one)
+    for count in (4, 2):
+        run_ranks(count, lambda comm: load_copies(tmp_path, full, comm, wrappers[comm.rank]))
 
 
 def test_what_else_a_rank_wants_does_not_hide_what_it_shares(tmp_path: Path) -> None:
     full = {"w": random_bits((8, 4), torch.float32), "deep": random_bits((2,) * 6, torch.int8)}
-    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    save(wholes(full), tmp_path, "zarr")
     counting = Counting(Zarr3LoadShardedStrategy())
 
     def one(comm: Comm) -> None:
-        wanted: Any = replicas(comm, {k: t for k, t in full.items() if k == "w" or comm.rank == 1})
-        strategy = sharing_reads(counting.on(comm.rank))
-        load(wanted, tmp_path, strategy, comm=comm)
-        for key, leaf in wanted.items():
-            assert_same_bits(leaf.data, full[key], key)
+        wanted = {k: t for k, t in full.items() if k == "w" or comm.rank == 1}
+        load_copies(tmp_path, wanted, comm, sharing_reads(counting.on(comm.rank)))
 
     run_ranks(3, one)
     assert counting.total == sum(data.nbytes for data in full.values())
@@ -618,7 +558,7 @@ def test_what_else_a_rank_wants_does_not_hide_what_it_shares(tmp_path: Path) -> 
 def test_a_planner_that_converts_gets_what_is_stored(tmp_path: Path) -> None:
     """It has memory of its own for what is read, which holds nothing before and nothing later."""
     full = {f"w{i}": torch.arange(8, dtype=torch.int16) + 100 * i for i in range(4)}
-    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    save(wholes(full), tmp_path, "zarr")
 
     class Scaling(DefaultLoadPlanner):
         def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
@@ -628,14 +568,10 @@ def test_a_planner_that_converts_gets_what_is_stored(tmp_path: Path) -> None:
             super().acquire_tensor(item).copy_(tensor * 0.5)
 
     def one(comm: Comm) -> None:
-        state = {
-            key: ShardedTensor.from_rank_offsets(key, torch.zeros(8), replica_id=comm.rank)
-            for key in full
-        }
+        state: Any = {key: shard(key, torch.zeros(8), replica_id=comm.rank) for key in full}
         base = Zarr3LoadShardedStrategy(planner=Scaling() if comm.rank < 2 else None)
-        strategy = sharing_reads(base)
-        load(state, tmp_path, strategy, comm=comm, cast="any")
+        load(state, tmp_path, sharing_reads(base), comm=comm, cast="any")
         for key, leaf in state.items():
-            assert torch.equal(leaf.data, full[key] * (0.5 if comm.rank < 2 else 1)), key  # type: ignore[arg-type]
+            assert torch.equal(leaf.data, full[key] * (0.5 if comm.rank < 2 else 1)), key
 
     run_ranks(4, one)

@@ -19,12 +19,12 @@ from dist_checkpointing.strategies import SafetensorsSaveShardedStrategy
 from dist_checkpointing.strategies.safetensors.model_files import DTYPE_NAMES
 from dist_checkpointing.testing import (
     Failures,
-    RoundTrips,
     StorageProtocol,
     assert_same_bits,
     run_ranks,
 )
 from faults import killed
+from few_worlds import FewWorlds
 from states import ALONE, between, blanks, flat, rows, shard, wholes
 from stores import new_url, put
 from tiers import examples
@@ -32,7 +32,7 @@ from tiers import examples
 INDEX = "model.safetensors.index.json"
 
 
-class TestSafetensors(RoundTrips, StorageProtocol, Failures):
+class TestSafetensors(FewWorlds, StorageProtocol, Failures):
     backend = ("safetensors", 1)
     dtypes: ClassVar = tuple(getattr(torch, name) for name in DTYPE_NAMES.values())
     # There is no metadata.json, and a number is no text.
@@ -151,18 +151,18 @@ def test_a_cast_and_files_of_the_model(tmp_path: Path) -> None:
         ({"plain": torch.ones(2)}, "shard_state_dict"),
         ({"x": shard("x", torch.ones(2, dtype=torch.complex128))}, "no such dtype"),
         ({"x": shard("__metadata__", torch.ones(2))}, "__metadata__"),
-        ({"hugging_face": {"../x.json": b""}}, None),
     ],
 )
-def test_what_is_no_part_of_a_model(tmp_path: Path, leaves: Any, words: str | None) -> None:
-    state = wholes({"w": torch.ones(2)}) | leaves
-    if words is None:
-        dc.save(state, tmp_path / "m", "safetensors")
-        assert [*tmp_path.iterdir()] == [tmp_path / "m"]
-        return
+def test_what_is_no_part_of_a_model(tmp_path: Path, leaves: Any, words: str) -> None:
+    state = wholes({"w": torch.ones(2)})
     with pytest.raises(dc.UnsupportedFormatError, match=words):
-        dc.save(state, tmp_path / "m", "safetensors")
-    assert not (tmp_path / "m").exists()
+        dc.save(state | leaves, tmp_path / "m", "safetensors")
+    with pytest.raises(dc.UnsupportedFormatError, match="no name of a file beside a model"):
+        dc.save(state, tmp_path / "m", saver(extra_files={"../x": b""}))
+    assert not list(tmp_path.iterdir())
+    # Of a state that another has made, names that lead elsewhere are passed over.
+    dc.save(state | {"hugging_face": {"../x.json": b""}}, tmp_path / "m", "safetensors")
+    assert [*tmp_path.iterdir()] == [tmp_path / "m"]
 
 
 def test_the_optimizer_is_saved_with_a_warning(
@@ -170,11 +170,6 @@ def test_the_optimizer_is_saved_with_a_warning(
 ) -> None:
     dc.save(wholes({"optimizer.m": torch.ones(2), "w": torch.ones(2)}), tmp_path, "safetensors")
     assert "state of an optimizer, such as 'optimizer.m'" in caplog.text
-
-
-def test_a_name_that_is_not_of_a_model(tmp_path: Path) -> None:
-    with pytest.raises(dc.UnsupportedFormatError, match="no name of a file beside a model"):
-        dc.save(wholes({"w": torch.ones(2)}), tmp_path / "m", saver(extra_files={"../x": b""}))
 
 
 def test_a_model_in_an_object_store(tmp_path: Path) -> None:
@@ -215,24 +210,14 @@ def file_of(text: bytes, *, length: int | None = None, num_bytes: int = 8) -> by
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"1234567",
+        *(b"", b"1234567"),
         file_of(header(), length=2**62),
-        file_of(header(), num_bytes=7),
-        file_of(header(), num_bytes=9),
-        file_of(b"[]"),
-        file_of(b"{"),
-        file_of(b"[" * 100_000),
-        file_of(header(shape=[3])),
-        file_of(header(shape=[-2])),
-        file_of(header(shape=[2**63, 2**63])),
-        file_of(header(data_offsets=[8, 16])),
-        file_of(header(data_offsets=[0, 8, 16])),
-        file_of(header(data_offsets=[8, 0])),
+        *(file_of(header(), num_bytes=count) for count in (7, 9)),
+        *map(file_of, (b"[]", b"{", b"[" * 100_000, b'{"w": null}', b'{"__metadata__": 3}')),
+        *(file_of(header(shape=shape)) for shape in ([3], [-2], [2**63, 2**63])),
+        *(file_of(header(data_offsets=at)) for at in ([8, 16], [0, 8, 16], [8, 0])),
         file_of(header(dtype=7)),
         file_of(header()[:-1] + b', "v": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}'),
-        file_of(b'{"w": null}'),
-        file_of(b'{"__metadata__": 3}'),
     ],
 )
 def test_damaged_headers(tmp_path: Path, content: bytes) -> None:
@@ -250,11 +235,9 @@ def test_a_verified_load_says_that_there_are_no_checksums(
     path = tmp_path / "model"
     dc.save(wholes({"w": full}), path, file_format)
 
-    def loaded(comm: Comm) -> torch.Tensor:
+    def loaded(comm: Comm) -> Any:
         state = {"w": rows("w", torch.zeros(4, 6), comm)}
-        found = dc.load(state, path, comm=comm, verify=True)["w"]
-        assert isinstance(found, torch.Tensor)
-        return found
+        return dc.load(state, path, comm=comm, verify=True)["w"]
 
     assert torch.equal(torch.cat(run_ranks(2, loaded)), full)
     (record,) = caplog.records
@@ -280,10 +263,9 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name", ["open", "mkdir", "link", "replace", "unlink", "ftruncate", "pwrite", "fsync"]
-)
+@pytest.mark.parametrize("name", ["mkdir", "link", "replace", "unlink", "ftruncate", "pwrite"])
 def test_a_kill_before_any_call_leaves_no_model_or_a_whole_one(tmp_path: Path, name: str) -> None:
+    """Of those that change what is on the disk: between two of them nothing else happens to it."""
     full, statuses = model(), list[int]()
     state = part_of(full, ALONE)
     while 0 not in statuses:
@@ -291,7 +273,7 @@ def test_a_kill_before_any_call_leaves_no_model_or_a_whole_one(tmp_path: Path, n
         child = os.fork()
         if child == 0:
             with killed(f"os.{name}", len(statuses) + 1):
-                dc.save(state, folder, saver(options=StorageOptions(data_file_bytes=400)))
+                dc.save(state, folder, saver(options=StorageOptions(data_file_bytes=800)))
             os._exit(0)
         statuses.append(os.waitpid(child, 0)[1])
         if (folder / INDEX).exists():

@@ -1,7 +1,8 @@
 """("torch_dist", 1): the files of torch DCP."""
 
 from dist_checkpointing.testing import StrategyConformance
+from few_worlds import FewWorlds
 
 
-class TestTorchDist(StrategyConformance):
+class TestTorchDist(FewWorlds, StrategyConformance):
     backend = ("torch_dist", 1)

@@ -36,6 +36,8 @@ from dist_checkpointing.strategies.chunk_reads import (
 from dist_checkpointing.threads import in_threads
 from stores import new_url, put
 
+FLOAT = tensor_memory.from_torch(torch.float32)
+
 
 class _Destinations(DefaultLoadPlanner):
     """Hands out one tensor an item, by the item's index."""
@@ -64,24 +66,22 @@ def read_all(
     items: list[ReadItem],
     extents: list[tuple[int, int]],
     path: Path,
-    dtype: tensor_memory.DType,
     tensors: list[torch.Tensor],
+    dtype: tensor_memory.DType = FLOAT,
     *,
     options: StorageOptions | None = None,
-    maps_files: bool = False,
-    in_store: bool = False,
+    kind: str = "read",
 ) -> int:
     """Read the items from chunks at (offset, bytes) of one file; how many bytes were reported."""
     options = options or StorageOptions()
     stored = Index.of([StoredTensor("w", dtype, (1,), (1,))])
     folder: Location = path.parent
-    if in_store:
+    if kind == "in a store":
         parts = ObjectStoreOptions(part_bytes=2**10, parallelism=4)
         folder = ObjectPath.of(new_url(), parts)
         put(folder, path.name, path.read_bytes())
-    files = reads_below(folder, options.threads, options.buffer_bytes, lambda _: maps_files)
-    planner = _Destinations(tensors)
-    filler = Filler(LoadPlan(items), planner, stored, files)
+    files = reads_below(folder, options.threads, options.buffer_bytes, lambda _: kind == "mapped")
+    filler = Filler(LoadPlan(items), _Destinations(tensors), stored, files)
     offsets, sizes = np.array(extents, dtype=np.int64).T
     rows, numbers = np.arange(len(items)), np.zeros(len(items), dtype=np.int64)
     reported: list[int] = []
@@ -134,50 +134,38 @@ def test_every_window_arrives(
         whole = values[window.start : window.start + window.array_size].reshape(window.shape)
         expected.append(whole[window.box.slices()].to(wide))
         box = window.box.shape
-        if destination == "dense":
-            tensors.append(torch.empty(box, dtype=dtype.torch))
-        elif destination == "rows of a wider one" and box:
+        if destination == "rows of a wider one" and box:
             wider = torch.empty((*box[:-1], box[-1] + 1), dtype=dtype.torch)
             tensors.append(wider[..., : box[-1]])
-        elif destination != "other dtype":
+        elif destination == "strided":
             tensors.append(torch.empty((*box, 3), dtype=dtype.torch)[..., 1])
         else:
-            tensors.append(torch.empty(box, dtype=wide))
+            is_other = destination == "other dtype"
+            tensors.append(torch.empty(box, dtype=wide if is_other else dtype.torch))
     path.write_bytes(content)
-    in_store = kind == "in a store"
-    # Each part is a request.
-    buffer_bytes = max(buffer_bytes, 64) if in_store else buffer_bytes
+    if kind == "in a store":  # where each part is a request
+        buffer_bytes = max(buffer_bytes, 64)
     options = StorageOptions(threads=2, buffer_bytes=buffer_bytes)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_MOST_GAP_BYTES", "_MOST_MAPPED_GAP_BYTES"):
             patch.setattr(reading, name, most_gap)
         patch.setattr(ranged_reads.StoreFile, "most_gap", most_gap)
-        reported = read_all(
-            items,
-            extents,
-            path,
-            dtype,
-            tensors,
-            options=options,
-            maps_files=kind == "mapped",
-            in_store=in_store,
-        )
+        reported = read_all(items, extents, path, tensors, dtype, options=options, kind=kind)
     for tensor, want in zip(tensors, expected, strict=True):
         assert torch.equal(tensor.to(wide), want)
     assert reported == sum(p.box.num_elements for p in parts) * dtype.itemsize
 
 
-@pytest.mark.parametrize("maps_files", [True, False])
+@pytest.mark.parametrize("kind", ["mapped", "read"])
 @pytest.mark.parametrize("columns", [16, 5], ids=["contiguous", "strided"])
-def test_a_file_that_ends_early_is_named(tmp_path: Path, columns: int, maps_files: bool) -> None:
+def test_a_file_that_ends_early_is_named(tmp_path: Path, columns: int, kind: str) -> None:
     path = tmp_path / "data"
     path.write_bytes(bytes(4 * 256))
     window = Window(0, (16, 16), Box((0, 0), (16, columns)))
-    kind, tensors = tensor_memory.from_torch(torch.float32), [torch.empty(16, columns)]
     with pytest.raises(CorruptCheckpointError, match="ends before it") as caught:
-        read_all([item(0, window)], [(4, 4 * 256)], path, kind, tensors, maps_files=maps_files)
-    assert caught.value.findings[0].path == str(path)
-    assert caught.value.findings[0].key == "w"
+        read_all([item(0, window)], [(4, 4 * 256)], path, [torch.empty(16, columns)], kind=kind)
+    (finding,) = caught.value.findings
+    assert (finding.key, finding.path) == ("w", str(path))
 
 
 @pytest.mark.parametrize("most_copied", [64, None], ids=["read", "mapped"])
@@ -264,8 +252,7 @@ def test_columns_are_read_without_what_lies_between(
     path.write_bytes(values.tobytes())
     full = torch.zeros((*box.shape[:-1], box.shape[-1] + 1))
     tensor = full[..., : box.shape[-1]]
-    kind = tensor_memory.from_torch(torch.float32)
-    read_all([item(0, Window(0, shape, box))], [(0, values.nbytes)], path, kind, [tensor])
+    read_all([item(0, Window(0, shape, box))], [(0, values.nbytes)], path, [tensor])
     assert torch.equal(tensor, torch.from_numpy(values)[box.slices()])
     assert sum(bytes_read) <= most_bytes
 
@@ -278,13 +265,11 @@ def test_runs_far_apart_are_mapped_only_if_they_are_cached(
     path.write_bytes(values.tobytes())
     own = ranged_reads.is_cached
     monkeypatch.setattr(reading, "is_cached", lambda *where: is_cached and own(*where))
-    kind = tensor_memory.from_torch(torch.float32)
     for columns, is_mapped in ((2**18 - 2**13, True), (2**17 + 2**16, is_cached), (2**10, False)):
         bytes_read.clear()
         tensor = torch.zeros(8, columns)
         window = Window(0, values.shape, Box((0, 0), tuple(tensor.shape)))
-        extents = [(0, values.nbytes)]
-        read_all([item(0, window)], extents, path, kind, [tensor], maps_files=True)
+        read_all([item(0, window)], [(0, values.nbytes)], path, [tensor], kind="mapped")
         assert torch.equal(tensor, torch.from_numpy(values[:, :columns]))
         assert sum(bytes_read) == (0 if is_mapped else tensor.nbytes)
 

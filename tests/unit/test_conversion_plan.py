@@ -32,15 +32,6 @@ def planned_by(
     return plan_conversion(made, dict.fromkeys(made.objects, (2,)), ConvertOptions(**options))
 
 
-def test_all_is_taken_as_it_is() -> None:
-    plan = planned_by(objects=["rng"])
-    assert [tensor.stored.key for tensor in plan.tensors] == ["a.b", "a.w", "n"]
-    assert [*plan.objects] == ["rng"]
-    assert plan.num_bytes == 4 * 24 + 4 * 6 + 8 * 2
-    assert (plan.casts, plan.uncut) == ((), ())
-    assert not planned_by(objects=["rng"], tensors_only=True).objects
-
-
 def test_what_changes_is_counted() -> None:
     rules = (Keep(["a.{x*}", "n"]), Rename("a.{x*}", "c.{x}"), CastTo("{x*}", "bfloat16"))
     plan = planned_by(*rules, objects=["rng"], lossy=True, reshard=["axis=1,parts=2"])
@@ -76,13 +67,11 @@ def test_parts_of_a_tensor(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["axis=0", "axis=0,parts=0", "axis=0,parts=2;axis=0,parts=3", "(:axis=0,parts=2"],
+    "text", ["axis=0", "axis=0,parts=0", "axis=0,parts=2;axis=0,parts=3", "(:axis=0,parts=2"]
 )
 def test_a_text_that_says_nothing_is_named(text: str) -> None:
-    with pytest.raises(CheckpointingException, match=r"^reshard ") as caught:
+    with pytest.raises(CheckpointingException, match=r"\Areshard .*\Z"):
         planned_by(reshard=[text])
-    assert "\n" not in str(caught.value)
 
 
 def test_a_cast_that_keeps_every_value_needs_no_leave() -> None:

@@ -43,8 +43,6 @@ FULL = Finding(
 
 
 def test_the_tree_is_exactly_what_is_documented() -> None:
-    subclasses = set(CheckpointingException.__subclasses__())
-    assert {cls for cls in subclasses if cls.__module__ == errors.__name__} == set(TREE)
     defined = {
         value
         for value in vars(errors).values()
@@ -53,18 +51,17 @@ def test_the_tree_is_exactly_what_is_documented() -> None:
     assert defined == {CheckpointingException, *TREE}
 
 
-@pytest.mark.parametrize("cls", TREE, ids=lambda cls: cls.__name__)
-def test_an_error_is_the_builtins_it_promises_and_no_others(
+@pytest.mark.parametrize("cls", [CheckpointingException, *TREE], ids=lambda cls: cls.__name__)
+def test_an_error_is_the_builtins_it_promises_and_survives_pickling(
     cls: type[CheckpointingException],
 ) -> None:
-    promised = TREE[cls]
+    assert issubclass(cls, CheckpointingException)
+    promised: tuple[type[Exception], ...] = TREE.get(cls, ())
     assert all(issubclass(cls, builtin) for builtin in promised)
     assert not any(issubclass(cls, other) for other in BUILTINS if other not in promised)
-
-
-@pytest.mark.parametrize("cls", [CheckpointingException, *TREE], ids=lambda cls: cls.__name__)
-def test_fields_survive_pickling(cls: type[CheckpointingException]) -> None:
     error = cls("no luck", [FULL, Finding("other")])
+    if isinstance(error, OSError):  # which holds no sentence where a number belongs
+        assert (error.errno, error.strerror) == (None, None)
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         again = pickle.loads(pickle.dumps(error, protocol))
         assert type(again) is cls
@@ -73,36 +70,10 @@ def test_fields_survive_pickling(cls: type[CheckpointingException]) -> None:
         assert str(again) == str(error)
 
 
-def test_rank_failed_error_keeps_its_tracebacks_when_pickled() -> None:
-    error = RankFailedError("write failed", [Finding("boom", ranks=(7,))], {7: "Traceback: line 1"})
-    again = pickle.loads(pickle.dumps(error))
-    assert again.tracebacks == {7: "Traceback: line 1"}
-    assert again.ranks == (7,)
-    assert "line 1" in str(again)
-    assert str(again) == str(error)
-
-
-@pytest.mark.parametrize("cls", [CheckpointNotFoundError, CheckpointExistsError])
-def test_os_errors_do_not_hold_a_sentence_where_a_number_belongs(
-    cls: type[CheckpointNotFoundError | CheckpointExistsError],
-) -> None:
-    error = cls("nothing here", [FULL])
-    assert error.errno is None or isinstance(error.errno, int)
-    assert error.strerror is None or isinstance(error.strerror, str)
-
-
 def test_the_text_says_everything_a_reader_needs() -> None:
     text = str(StateMismatchError("template and checkpoint differ", [FULL]))
-    for word in (
-        "template and checkpoint differ",
-        "'layer.weight'",
-        "shapes differ",
-        "expected (4, 8)",
-        "found (4, 7)",
-        "ranks 3, 5",
-        "a/b.bin",
-        "Save again.",
-    ):
+    words = ("differ", "'layer.weight'", "shapes differ", "expected (4, 8)", "found (4, 7)")
+    for word in (*words, "ranks 3, 5", "a/b.bin", "Save again."):
         assert word in text
 
 
@@ -111,8 +82,7 @@ def test_falsy_values_are_said_and_absent_ones_are_not() -> None:
     assert text.startswith("'': p")
     assert "expected 0" in text
     assert "found ()" in text
-    bare = str(Finding("p"))
-    assert bare == "p"
+    assert str(Finding("p")) == "p"
 
 
 @pytest.mark.parametrize(("count", "hidden"), [(50, None), (51, 1), (1000, 950)])
@@ -120,29 +90,22 @@ def test_many_findings_are_cut_in_print_only(count: int, hidden: int | None) -> 
     error = StateMismatchError("many", [Finding(f"problem {i:04}") for i in range(count)])
     assert len(error.findings) == count
     text = str(error)
-    assert text.count("problem ") == min(count, 50)
+    assert text.count("problem ") == 50
     assert "problem 0049" in text
-    if hidden is None:
-        assert "more" not in text
-    else:
-        assert "problem 0050" not in text
-        assert f"{hidden} more" in text
-    assert pickle.loads(pickle.dumps(error)).findings == error.findings
-
-
-def test_rank_failed_error_lists_the_ranks_of_all_findings_sorted() -> None:
-    found = [Finding("a", ranks=(9, 2)), Finding("b", ranks=(2,)), Finding("c")]
-    assert RankFailedError("m", found).ranks == (2, 9)
-    assert RankFailedError("m").ranks == ()
+    assert (f"{hidden} more" in text) if hidden else ("more" not in text)
 
 
 def test_rank_failed_error_prints_the_first_tracebacks_and_keeps_all() -> None:
-    error = RankFailedError("m", (), {rank: f"text of {rank}\n" for rank in range(20, 0, -1)})
+    found = [Finding("a", ranks=(9, 2)), Finding("b", ranks=(2,)), Finding("c")]
+    error = RankFailedError("m", found, {rank: f"text of {rank}\n" for rank in range(20, 0, -1)})
+    assert (error.ranks, RankFailedError("m").ranks) == ((2, 9), ())
     text = str(error)
     assert "rank 1" in text
     assert "text of 1" in text
     assert "text of 20" not in text
-    assert len(error.tracebacks) == 20
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.tracebacks, again.ranks, str(again)) == (error.tracebacks, error.ranks, text)
+    assert len(again.tracebacks) == 20
 
 
 def test_merge_unites_findings_that_differ_only_in_rank() -> None:
@@ -191,8 +154,8 @@ def test_nothing_is_like_it(name: str) -> None:
 
 
 def test_among_very_many() -> None:
-    keys = [f"decoder.layers.{i}.mlp.expert.{j}.weight" for i in range(1000) for j in range(100)]
-    assert near_names("decoder.layers.777.mlp.exprt.55.weight", keys)[0] == (
-        "decoder.layers.777.mlp.expert.55.weight"
+    keys = [f"decoder.layers.{i}.mlp.expert.{j}.weight" for i in range(1000) for j in range(40)]
+    assert near_names("decoder.layers.777.mlp.exprt.35.weight", keys)[0] == (
+        "decoder.layers.777.mlp.expert.35.weight"
     )
     assert len(near_names("expert.7", keys, count=5)) == 5

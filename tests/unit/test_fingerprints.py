@@ -82,14 +82,20 @@ def boxes_of_cut(shape: Ints, rng: random.Random, cuts: int = 6) -> list[Box]:
     return boxes
 
 
-@pytest.mark.parametrize("dtype", BY_ITEMSIZE.values())
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (0, 3), (3, 5, 7), (2300,), (41, 33, 5)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *((dtype, (3, 5, 7)) for dtype in BY_ITEMSIZE.values()),
+        *((dtype, (2300,)) for dtype in ("u1", "i8")),
+        *(("i2", shape) for shape in [(), (1,), (7,), (0, 3), (41, 33, 5)]),
+    ],
+)
 def test_sums_are_what_the_definition_says(dtype: str, shape: Ints) -> None:
     values = values_of(shape, dtype)
     assert whole(values) == sums_by_definition(values)
 
 
-@examples(150)
+@examples(75)
 @given(
     shape=st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple),
     itemsize=st.sampled_from([*BY_ITEMSIZE]),
@@ -114,29 +120,24 @@ def test_parts_of_any_cut_add_up(shape: Ints, itemsize: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 4, 37, 256, 1001, 3000, 100_000])
-@pytest.mark.parametrize("dtype", ["u1", "i2", "c16"])
-def test_columns_of_a_large_tensor_add_up(columns: int, dtype: str) -> None:
+def test_columns_of_a_large_tensor_add_up(columns: int) -> None:
     shape = (max(5, 20_000 // columns), 2 * columns + 3)
-    values = values_of(shape, dtype)
     cuts = [0, columns, 2 * columns, shape[1]]
-    parts = [
-        sums_of_part(values[:, a:b].copy(), Box((0, a), (shape[0], b - a)), None, shape)
-        for a, b in itertools.pairwise(cuts)
-    ]
-    assert added(parts) == whole(values)
+    for dtype in ("u1", "i2", "c16"):
+        values = values_of(shape, dtype)
+        parts = [
+            sums_of_part(values[:, a:b].copy(), Box((0, a), (shape[0], b - a)), None, shape)
+            for a, b in itertools.pairwise(cuts)
+        ]
+        assert added(parts) == whole(values)
 
 
-def test_strided_memory_counts_as_its_values() -> None:
+def test_strided_memory_and_what_is_not_aligned_count_as_their_values() -> None:
     values = values_of((300, 700), "i2")
     assert whole(np.asfortranarray(values)) == whole(values)
     run, box = values.reshape(-1)[1::2], Box((8, 5), (300, 700))
-    ends = (17, 17 + run.size)
-    assert sums_of_part(run, box, ends, (400, 705)) == sums_of_part(
-        run.copy(), box, ends, (400, 705)
-    )
-
-
-def test_memory_that_is_not_aligned_counts_as_its_values() -> None:
+    place: Any = (box, (17, 17 + run.size), (400, 705))
+    assert sums_of_part(run, *place) == sums_of_part(run.copy(), *place)
     memory = np.zeros(8 * 5000 + 1, dtype=np.uint8)
     values = memory[1:].view("i8")
     values[:] = values_of((5000,), "i8")
@@ -167,7 +168,7 @@ def test_every_flipped_bit_is_found(row: Any) -> None:
             memory[element * row.itemsize + byte] ^= 1 << bit
 
 
-@examples(300)
+@examples(100)
 @given(
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
     bit=st.integers(0, 7),
@@ -203,12 +204,11 @@ def test_moved_values_are_found(seed: int) -> None:
     rng = random.Random(seed)
     values = values_of((48, 256), rng.choice(["u1", "i2", "i4", "i8"]), seed)
     before = whole(values)
-    rows = values.copy()
-    a, b = rng.sample(range(48), 2)
-    rows[[a, b]] = rows[[b, a]]
-    assert whole(rows) != before
-    order = rng.sample(range(256), 256)
-    assert whole(values[:, order]) != before
+    for axis in range(2):  # two rows, two columns
+        order = np.arange(values.shape[axis])
+        a, b = rng.sample(range(values.shape[axis]), 2)
+        order[[a, b]] = order[[b, a]]
+        assert whole(np.ascontiguousarray(values.take(order, axis))) != before
     swapped = values.reshape(-1).copy()
     i, j = rng.sample(range(swapped.size), 2)
     if swapped[i] != swapped[j]:
@@ -234,8 +234,5 @@ def test_all_ways_give_the_same_digest() -> None:
         assert digest_of(data, length) == blocks.digest() == expected
         assert digest_of_array(memory[:length]) == expected
         assert (columns_of([expected])[0] == found).all()
-
-
-def test_no_runs_have_no_digests() -> None:
     none = np.empty(0, dtype=np.int64)
     assert digests_at(none, none).shape == (0, 2)

@@ -18,8 +18,7 @@ from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.app import app
 from dist_checkpointing.tools.convert import convert
 from faults import replaced, without_links
-from real_ranks import run_script
-from states import shard
+from states import rows, shard
 
 
 @pytest.mark.parametrize(
@@ -67,45 +66,51 @@ DOORS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-@pytest.mark.parametrize("door", DOORS)
-def test_every_function_that_takes_a_path_refuses_unknown_urls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str, kind: Callable[[str], Any]
-) -> None:
-    dc.save(STATE | {"w": shard("w", torch.ones(2))}, tmp_path / "c")
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "c"
+    dc.save(STATE | {"w": shard("w", torch.ones(2))}, folder)
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the current one."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(dc.UnsupportedFormatError, match="'hdfs'"):
-        DOORS[door](kind("hdfs://bucket/x"), tmp_path / "c")
-    assert not list(Path().iterdir())
+    return tmp_path / "here"
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_function_that_takes_a_path_refuses_unknown_urls(
+    checkpoint: Path, here: Path, door: str
+) -> None:
+    for url in ("hdfs://bucket/x", Path("hdfs://bucket/x")):
+        with pytest.raises(dc.UnsupportedFormatError, match="'hdfs'"):
+            DOORS[door](url, checkpoint)
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        ["ls", "hdfs://b/x"],
-        ["show", "hdfs://b/x", "w"],
-        ["stats", "hdfs://b/x"],
-        ["verify", "hdfs://b/x"],
-        ["diff", "hdfs://b/x", "hdfs://b/y"],
-        ["convert", "hdfs://b/x", "y", "--to", "zarr"],
-        ["convert", "{}", "hdfs://b/y", "--to", "zarr"],
-        ["plan", "hdfs://b/x"],
-        ["map", "hdfs://b/x", "-o", "map.html"],
-        ["rm-prefix", "hdfs://b/x", "w"],
+        "ls hdfs://b/x",
+        "show hdfs://b/x w",
+        "stats hdfs://b/x",
+        "verify hdfs://b/x",
+        "diff hdfs://b/x hdfs://b/y",
+        "convert hdfs://b/x y --to zarr",
+        "convert {} hdfs://b/y --to zarr",
+        "plan hdfs://b/x",
+        "map hdfs://b/x -o map.html",
+        "rm-prefix hdfs://b/x w",
     ],
-    ids=" ".join,
 )
-def test_every_command_refuses_unknown_urls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
-    dc.save(STATE | {"w": shard("w", torch.ones(2))}, tmp_path / "c")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    result = CliRunner().invoke(app, [part.format(tmp_path / "c") for part in command])
+def test_every_command_refuses_unknown_urls(checkpoint: Path, here: Path, command: str) -> None:
+    result = CliRunner().invoke(app, [part.format(checkpoint) for part in command.split()])
     assert result.exit_code
     assert isinstance(result.exception, dc.UnsupportedFormatError), result.output
-    assert not list(Path().iterdir())
+    assert not list(here.iterdir())
 
 
 def test_dcp_is_told_that_a_url_is_not_ours() -> None:
@@ -115,20 +120,15 @@ def test_dcp_is_told_that_a_url_is_not_ours() -> None:
 
 def test_one_folder_by_several_names_is_one_folder() -> None:
     check_one_destination([(name, "zarr 2") for name in ("/a/b", "/a/./b", "/a/b/")])
-    check_one_destination([("/a", "zarr 2")])
     with pytest.raises(dc.CheckpointingException) as raised:
         check_one_destination([(name, "zarr 2") for name in ("/a", "/b", "/a", "/c")])
-    assert [(f.found, f.ranks) for f in raised.value.findings] == [
-        ("/a", (0, 2)),
-        ("/b", (1,)),
-        ("/c", (3,)),
-    ]
+    found = [(finding.found, finding.ranks) for finding in raised.value.findings]
+    assert found == [("/a", (0, 2)), ("/b", (1,)), ("/c", (3,))]
 
 
 SAVERS: dict[str, Callable[[Comm, Path], Any]] = {
     "tensorstore": lambda comm, path: dc.save(tensors(comm), path, comm=comm),
-    "zarr 1": lambda comm, path: dc.save(tensors(comm), path, ("zarr", 1), comm=comm),
-    "zarr 2": lambda comm, path: dc.save(tensors(comm), path, ("zarr", 2), comm=comm),
+    "zarr": lambda comm, path: dc.save(tensors(comm), path, "zarr", comm=comm),
     "torch_dist": lambda comm, path: dc.save(tensors(comm), path, "torch_dist", comm=comm),
     "no tensors": lambda comm, path: dc.save({"step": 1}, path, comm=comm),
     "not validated": lambda comm, path: dc.save(
@@ -140,8 +140,7 @@ SAVERS: dict[str, Callable[[Comm, Path], Any]] = {
 
 
 def tensors(comm: Comm) -> dict[str, Any]:
-    part = torch.full((2,), float(comm.rank))
-    return {"w": shard("w", part, (0, comm.rank, comm.world_size))}
+    return {"w": rows("w", torch.arange(2.0 * comm.world_size), comm)}
 
 
 @pytest.mark.parametrize("way", SAVERS)
@@ -162,26 +161,17 @@ def test_ranks_that_name_different_folders_are_told_so_before_a_checkpoint_is_be
     assert [path.name for path in written] == (["manager.json"] if way == "a manager" else [])
 
 
-def test_a_relative_and_an_absolute_name_are_one_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_ranks(
-        2, lambda comm: dc.save(tensors(comm), "c" if comm.rank else tmp_path / "c", comm=comm)
-    )
-    assert dc.check_is_distributed_checkpoint(tmp_path / "c")
+def test_a_relative_and_an_absolute_name_are_one_folder(here: Path) -> None:
+    run_ranks(2, lambda comm: dc.save(tensors(comm), "c" if comm.rank else here / "c", comm=comm))
+    assert dc.check_is_distributed_checkpoint(here / "c")
 
 
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
-def test_a_relative_name_that_goes_up_is_a_folder_as_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_a_relative_name_that_goes_up_is_a_folder_as_any_other(here: Path, backend: str) -> None:
     """TensorStore takes no path with ".." in it."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
     state = {"w": shard("w", torch.ones(4)), "step": 1}
     dc.save(state, "../c", backend)
-    assert dc.check_is_distributed_checkpoint(tmp_path / "c")
+    assert dc.check_is_distributed_checkpoint(here.parent / "c")
     template = {"w": shard("w", torch.zeros(4))}
     assert dc.load(template, "../c", verify=True)["w"].tolist() == [1] * 4
     assert dc.Checkpoint.open("../c")["w"][1:3].tolist() == [1, 1]
@@ -222,9 +212,8 @@ def test_a_process_of_several_that_are_not_connected_is_not_taken_for_the_only_o
     for use in users:
         with pytest.raises(dc.CheckpointingException) as raised:
             use()
-        assert "init_process_group" in str(raised.value)
-        assert "SingleProcess()" in str(raised.value)
-        assert "WORLD_SIZE" in str(raised.value)
+        for word in ("init_process_group", "SingleProcess()", "WORLD_SIZE"):
+            assert word in str(raised.value)
         assert raised.value.findings[0].ranks == (1,)
     assert not (tmp_path / "d").exists()
     dc.save(STATE, tmp_path / "d", comm=SingleProcess())
@@ -232,18 +221,16 @@ def test_a_process_of_several_that_are_not_connected_is_not_taken_for_the_only_o
 
 
 def test_looking_into_a_checkpoint_needs_no_other_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dc.save({"w": shard("w", torch.ones(2)), "step": 1}, tmp_path / "c")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    opened = dc.Checkpoint.open(tmp_path / "c")
-    assert opened["w"][:].tolist() == [1, 1]
-    assert dc.load_common_state_dict(tmp_path / "c") == {"step": 1}
-    assert list(dc.load_tensors_metadata(tmp_path / "c")) == ["w"]
-    dc.verify_checkpoint(tmp_path / "c")
-    convert(tmp_path / "c", tmp_path / "new", "zarr:2")
+    assert dc.Checkpoint.open(checkpoint)["w"][:].tolist() == [1, 1]
+    assert dc.load_common_state_dict(checkpoint) == STATE
+    assert list(dc.load_tensors_metadata(checkpoint)) == ["w"]
+    dc.verify_checkpoint(checkpoint)
+    convert(checkpoint, tmp_path / "new", "zarr:2")
     for command in ("ls", "stats", "verify", "plan"):
-        result = CliRunner().invoke(app, [command, str(tmp_path / "c")])
+        result = CliRunner().invoke(app, [command, str(checkpoint)])
         assert not result.exit_code, result.output
 
 
@@ -256,18 +243,6 @@ def test_a_process_that_is_alone_needs_no_process_group(
     else:
         monkeypatch.setenv("WORLD_SIZE", world_size)
     assert type(default_comm()) is SingleProcess
-
-
-def test_torchrun_without_a_process_group_is_an_error_before_anything_is_written(
-    tmp_path: Path,
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys\nfrom dist_checkpointing import save\nsave({'step': 1}, sys.argv[1])\n"
-    )
-    with pytest.raises(AssertionError, match="init_process_group"):
-        run_script(2, script, tmp_path / "c", reports=tmp_path / "reports", timeout_seconds=60)
-    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("exclusive_renames", [True, False])

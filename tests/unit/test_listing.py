@@ -1,13 +1,12 @@
 import pytest
 
-from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, dtypes
+from dist_checkpointing.format import Index, StoredTensor, dtypes
 from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.planning import Keep, Recipe
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.tools.convert import ConvertOptions, plan_conversion
 from dist_checkpointing.tools.load_forecast import cut_keys, parse_rule
-from dist_checkpointing.tools.ls import Entry, as_tree, sharding_text, tensor_entries
-from dist_checkpointing.tools.report import shape_text
+from dist_checkpointing.tools.ls import Entry, as_tree, sharding_text
 
 FLOAT = dtypes.from_name("float32")
 KEYS = ["model.layers.0.w", "model.layers.10.w", "optimizer.w", "a[0]/b\nc"]
@@ -56,33 +55,11 @@ def whole(key: str) -> StoredTensor:
         ((5, 2), (5, 2), "1 chunk"),
         ((), (), "1 chunk"),
         ((0, 5), (1, 5), "empty"),
+        ((7,), 2, "2 pieces"),
     ],
 )
-def test_sharding(shape: tuple[int, ...], chunk: tuple[int, ...], text: str) -> None:
+def test_sharding(shape: tuple[int, ...], chunk: tuple[int, ...] | int, text: str) -> None:
     assert sharding_text(shape, chunk) == text
-
-
-def index() -> Index:
-    pieces = Pieces.of(1, [(Box((0,), (3,)), None), (Box((3,), (4,)), None)])
-    return Index.of(
-        [
-            StoredTensor("m.a", FLOAT, (4, 6), (2, 6)),
-            StoredTensor("m.b", FLOAT, (7,), None, pieces),
-            StoredTensor("o/s", dtypes.from_name("bfloat16"), (), ()),
-        ]
-    )
-
-
-def test_entries() -> None:
-    entries = list(tensor_entries(index(), lambda _: True))
-    assert entries == [
-        Entry("m.a", (4, 6), "float32", 96, (2, 6)),
-        Entry("m.b", (7,), "float32", 28, 2),
-        Entry("o/s", (), "bfloat16", 2, ()),
-    ]
-    texts = [sharding_text(entry.shape or (), entry.parts) for entry in entries]
-    assert texts == ["2x1 of 2x6", "2 pieces", "1 chunk"]
-    assert [shape_text(entry.shape) for entry in entries] == ["4x6", "7", "scalar"]
 
 
 def test_a_tree_sums_up_and_loses_nothing() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tensorstore as ts
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes, ocdbt_tree
@@ -23,6 +23,7 @@ from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
 from dist_checkpointing.strategies.tensorstore.reader import NewestTree
 from ocdbt_databases import contents, height, read, read_by_tensorstore, store, strangers, write
+from tiers import examples
 
 NAMES = st.one_of(
     st.binary(max_size=12),
@@ -30,7 +31,7 @@ NAMES = st.one_of(
     st.integers(0, 400).map(lambda i: b"model.layers.%d.self_attention.weight/c.0" % i),
 )
 VALUES = st.dictionaries(NAMES, st.binary(max_size=40), max_size=60)
-FEW = settings(max_examples=30, deadline=None)
+FEW = examples(20)
 
 
 def find_each(folder: Path, values: Mapping[bytes, bytes]) -> None:
@@ -105,8 +106,7 @@ def test_we_read_what_tensorstore_wrote(
                 for key, value in commit.items():
                     opened.with_transaction(transaction).write(key, value)
             expected |= {key: value for key, value in commit.items() if value is not None}
-            for key in commit.keys() - {k for k, v in commit.items() if v is not None}:
-                expected.pop(key, None)
+            expected = {k: v for k, v in expected.items() if commit.get(k, v) is not None}
             assert read(folder) == expected
         find_each(folder, expected)
 
@@ -169,7 +169,7 @@ def test_a_tree_in_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 def test_both_compressions_and_large_nodes(tmp_path: Path) -> None:
-    values = {b"model.layers.%05d.weight" % i: bytes(i % 90) for i in range(20_000)}
+    values = {b"model.layers.%05d.weight" % i: bytes(i % 90) for i in range(8_000)}
     write(tmp_path / "ours", values)
     assert height(tmp_path / "ours") == 1
     assert read_by_tensorstore(tmp_path / "ours") == values
@@ -252,27 +252,23 @@ def shared(one: bytes, two: bytes) -> int:
     return next(unequal, min(len(one), len(two)))
 
 
-@given(st.lists(NUMBERS, max_size=50), st.binary(max_size=30))
-def test_integers_there_and_back(numbers: list[int], after: bytes) -> None:
-    data = encoded(numbers)
-    assert data == b"".join(map(plain, numbers))
-    body = Body(data + after)
+@given(st.lists(NUMBERS, max_size=50), st.binary(max_size=30), st.data())
+def test_integers_there_and_back(numbers: list[int], after: bytes, data: st.DataObject) -> None:
+    whole = encoded(numbers)
+    assert whole == b"".join(map(plain, numbers))
+    body = Body(whole + after)
     assert body.varints(len(numbers), MOST_U64).tolist() == [numbers]
     assert body.take(len(after)) == after
     body.finish()
-    single = Body(data)
+    single = Body(whole)
     assert [single.varint(MOST_U64) for _ in numbers] == numbers
-
-
-@given(st.lists(NUMBERS, min_size=1, max_size=20), st.data())
-def test_a_column_cut_off_is_malformed(numbers: list[int], data: st.DataObject) -> None:
-    whole = encoded(numbers)
-    part = whole[: data.draw(st.integers(0, len(whole) - 1))]
-    with pytest.raises(Malformed):
-        Body(part).varints(len(numbers), MOST_U64)
-    body = Body(part)
-    with pytest.raises(Malformed):
-        [body.varint(MOST_U64) for _ in numbers]
+    if numbers:  # a column that is cut off is malformed
+        part = whole[: data.draw(st.integers(0, len(whole) - 1))]
+        with pytest.raises(Malformed):
+            Body(part).varints(len(numbers), MOST_U64)
+        body = Body(part)
+        with pytest.raises(Malformed):
+            [body.varint(MOST_U64) for _ in numbers]
 
 
 @pytest.mark.parametrize(

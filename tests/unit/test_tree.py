@@ -3,6 +3,7 @@ import itertools
 import weakref
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -66,16 +67,12 @@ leaves: st.SearchStrategy[Any] = st.one_of(
 )
 
 
-def _default_dict(values: dict[Any, Any]) -> defaultdict[Any, Any]:
-    return defaultdict(list, values)
-
-
 def _nests(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     dicts = st.dictionaries(keys, children, max_size=4)
     return st.one_of(
         dicts,
         dicts.map(OrderedDict),
-        dicts.map(_default_dict),
+        dicts.map(partial(defaultdict, list)),
         st.lists(children, max_size=4),
         st.lists(children, max_size=3).map(tuple),
         st.builds(Point, children, children),
@@ -109,56 +106,47 @@ def identities(tree: Any) -> Any:
     return id(tree)
 
 
-@examples(300)
+@examples(150)
 @given(trees)
 def test_unflatten_inverts_flatten(tree: Any) -> None:
     before, ids = copy.deepcopy(tree), identities(tree)
     found, structure = flatten(tree)
-    again = unflatten(structure, found)
-    assert same(again, tree)
+    one, other = unflatten(structure, found), unflatten(structure, found)
+    assert same(one, tree)
     assert same(tree, before)
     assert identities(tree) == ids
-
-
-@examples(300)
-@given(trees)
-def test_result_shares_no_mutable_container_with_the_input(tree: Any) -> None:
-    found, structure = flatten(tree)
-    one, other = unflatten(structure, found), unflatten(structure, found)
-
-    def mutable(value: Any) -> set[int]:
-        ids = {id(value)} if isinstance(value, dict | list) else set()
-        below = value.values() if isinstance(value, dict) else value
-        if isinstance(value, dict | list | tuple):
-            for child in below:
-                ids |= mutable(child)
-        return ids
-
+    # No two of them share a container that can be changed.
     assert not mutable(tree) & mutable(one)
     assert not mutable(other) & mutable(one)
-
-
-@examples(300)
-@given(trees)
-def test_leaves_come_in_the_order_of_the_tree(tree: Any) -> None:
-    def walk(value: Any) -> list[Any]:
-        if isinstance(value, dict):
-            return [leaf for child in value.values() for leaf in walk(child)]
-        if isinstance(value, list) or (isinstance(value, tuple) and not _is_size(value)):
-            return [leaf for child in value for leaf in walk(child)]
-        return [value]
-
-    found, _ = flatten(tree)
+    # Leaves come in the order of the tree.
     expected = walk(tree)
     assert len(found) == len(expected)
     assert all(a is b for a, b in zip(found.values(), expected, strict=True))
+    # The part of everything is the tree, and that of nothing has no leaf: empty containers stay,
+    # and a None keeps the place of what is gone beside them in a list.
+    assert same(part_of(structure, iter(found.values())), tree)
+    rest = part_of(structure, itertools.repeat(MISSING))
+    assert rest is MISSING or set(flatten(rest)[0].values()) <= {None}
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, torch.Size)
+def mutable(value: Any) -> set[int]:
+    ids = {id(value)} if isinstance(value, dict | list) else set()
+    if isinstance(value, dict | list | tuple):
+        for child in value.values() if isinstance(value, dict) else value:
+            ids |= mutable(child)
+    return ids
 
 
-@examples(300)
+def walk(value: Any) -> list[Any]:
+    """All leaves: a ``torch.Size`` is one."""
+    if isinstance(value, dict):
+        return [leaf for child in value.values() for leaf in walk(child)]
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return [leaf for child in value for leaf in walk(child)]
+    return [value]
+
+
+@examples(150)
 @given(trees, st.data())
 def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
     tree: Any, data: st.DataObject
@@ -178,21 +166,11 @@ def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
     assert identities(part) == ids
 
 
-@examples(300)
-@given(trees)
-def test_part_of_everything_is_the_tree_and_of_nothing_has_no_leaf(tree: Any) -> None:
-    found, structure = flatten(tree)
-    assert same(part_of(structure, iter(found.values())), tree)
-    rest = part_of(structure, itertools.repeat(MISSING))
-    # Empty containers stay, and a None keeps the place of what is gone beside them in a list.
-    assert rest is MISSING or set(flatten(rest)[0].values()) <= {None}
-
-
 def _is_wrapped(leaf: object) -> bool:
     return isinstance(leaf, Wrapped)
 
 
-@examples(300)
+@examples(150)
 @given(trees, st.data())
 def test_only_the_way_to_wanted_leaves_is_opened(tree: Any, data: st.DataObject) -> None:
     found, structure = flatten(tree)
@@ -227,27 +205,23 @@ def _close_gaps(tree: Any) -> Any:
 
     Megatron treats tuples as leaves, drops what became empty and closes the gaps in lists.
     """
+
+    def stays(old: Any, new: Any) -> bool:
+        return bool(new or not isinstance(old, dict | list) or not old)
+
     if isinstance(tree, dict):
         kept: Any = {k: _close_gaps(v) for k, v in tree.items() if not isinstance(v, Wrapped)}
-        return {k: v for k, v in kept.items() if v or not _is_nest(tree[k]) or not tree[k]}
+        return {k: v for k, v in kept.items() if stays(tree[k], v)}
     if isinstance(tree, list):
         pairs = [(v, _close_gaps(v)) for v in tree if not isinstance(v, Wrapped)]
-        return [v for old, v in pairs if v or not _is_nest(old) or not old]
+        return [v for old, v in pairs if stays(old, v)]
     return tree
-
-
-def _is_nest(value: object) -> bool:
-    return isinstance(value, dict | list)
-
-
-def _wrapped() -> Wrapped:
-    return Wrapped("w")
 
 
 old_trees = st.dictionaries(
     st.sampled_from("abcd"),
     st.recursive(
-        st.one_of(st.integers(0, 9), st.text(max_size=2), st.builds(_wrapped)),
+        st.one_of(st.integers(0, 9), st.text(max_size=2), st.builds(Wrapped, st.just("w"))),
         lambda children: (
             st.lists(children, max_size=4)
             | st.dictionaries(st.sampled_from("xyz"), children, max_size=3)
@@ -264,7 +238,7 @@ def _overlaid(template: Any, base: Any) -> Any:
     return overlaid(base, structure, wrapped)
 
 
-@examples(300)
+@examples(150)
 @given(old_trees)
 def test_overlay_opens_the_lists_that_an_older_writer_closed(tree: dict[str, Any]) -> None:
     assert same(_overlaid(tree, _close_gaps(tree)), tree)
@@ -286,15 +260,6 @@ def test_what_means_one_value_is_a_leaf(leaf: object) -> None:
     assert not is_container(leaf)
     found, _ = flatten({"x": leaf})
     assert found[(DictKey("x"),)] is leaf
-
-
-@pytest.mark.parametrize(
-    "container",
-    [{}, [], (), Point(1, 2), Old(1), OrderedDict(), defaultdict(int), Counter()],
-    ids=lambda container: type(container).__name__,
-)
-def test_what_holds_values_is_a_container(container: object) -> None:
-    assert is_container(container)
 
 
 class Annotated(dict[str, Any]):
@@ -337,6 +302,7 @@ W = Wrapped("w")
     ("template", "base", "where"),
     [
         ({"a": {"w": W}}, {"a": {"w": 5}}, "state_dict['a']['w']"),
+        ({"a": W}, {"a": torch.zeros(100)}, "state_dict['a']"),
         ({"a": {"w": W}}, {"a": {"w": {}}}, "state_dict['a']['w']"),
         ({"a": {"w": W}}, {"a": 3}, "state_dict['a']"),
         ({"a": {"w": W}}, {"a": [1]}, "state_dict['a']"),
@@ -355,16 +321,10 @@ def test_conflicts_name_the_place(template: Any, base: Any, where: str) -> None:
     (finding,) = caught.value.findings
     assert finding.problem.split(" ", 1)[0] == where.split(" ", 1)[0]
     assert where in str(caught.value)
+    assert len(str(caught.value)) < 500  # which prints no values of tensors
     assert finding.expected
     assert finding.found
     assert finding.remedy
-
-
-def test_conflict_with_a_tensor_does_not_print_its_values() -> None:
-    with pytest.raises(StateMismatchError) as caught:
-        _overlaid({"a": W}, {"a": torch.zeros(100)})
-    assert "Tensor" in str(caught.value)
-    assert len(str(caught.value)) < 500
 
 
 def test_the_base_is_not_changed() -> None:

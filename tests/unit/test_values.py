@@ -1,9 +1,7 @@
 import cmath
 import math
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -15,7 +13,6 @@ from dist_checkpointing.tools import values
 from dist_checkpointing.tools.values import (
     ReusedMemory,
     Statistics,
-    as_numbers,
     read_excerpt,
     statistics_of,
     statistics_of_part,
@@ -70,38 +67,14 @@ def test_statistics_of_random_bits(
     assert_alike(statistics_of(tensor), oracle(tensor))
 
 
-@given(st.lists(st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, 0.0]))))
-def test_parts_together_are_the_whole(parts: list[list[float]]) -> None:
-    total = Statistics()
-    for part in parts:
-        total = total.with_more(statistics_of(torch.tensor(part, dtype=torch.float64)))
-    flat = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
-    wanted = oracle(flat)
-    for name in ("count", "num_nan", "num_inf", "num_zero", "minimum", "maximum"):
-        assert getattr(total, name) == getattr(wanted, name)
-    if wanted.mean is not None:
-        assert total.mean == pytest.approx(wanted.mean, rel=1e-6, abs=1e-6)
-        assert total.std == pytest.approx(wanted.std, rel=1e-6, abs=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [row.torch for row in DTYPES], ids=str)
-def test_numbers_are_the_values(dtype: torch.dtype) -> None:
-    tensor = random_bits((64,), dtype)
-    numbers = as_numbers(tensor)
-    assert np.array_equal(
-        numbers,
-        np.array(tensor.tolist(), dtype=numbers.dtype),
-        equal_nan=dtype.is_floating_point or dtype.is_complex,
-    )
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Checkpoint:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("saved") / "c"
     full = torch.arange(40 * 30, dtype=torch.float32).reshape(40, 30)
     rows = [shard("w", full.chunk(4)[i], (0, i, 4)) for i in range(4)]
     more = {f"k{i}": shard(f"k{i}", torch.full((5,), i)) for i in range(9)}
-    save({"rows": rows, **more, "z": shard("z", torch.zeros(0, 3))}, tmp_path / "c")
-    return Checkpoint.open(tmp_path / "c")
+    save({"rows": rows, **more, "z": shard("z", torch.zeros(0, 3))}, folder)
+    return Checkpoint.open(folder)
 
 
 def test_streaming(checkpoint: Checkpoint) -> None:
