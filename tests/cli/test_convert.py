@@ -118,49 +118,6 @@ def test_a_dry_run_names_what_would_change(source: Path, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--to", "nope"], "no such backend and version"),
-        (["--to", "tensor_store"], "did you mean 'tensorstore'"),
-        (["--to", "zarr:3"], "zarr 1, zarr 2; found zarr 3"),
-        (["--to", "zarr", "--include", "("], "not a regular expression"),
-        (["--to", "zarr", "--include", "layer"], "nothing is left to convert"),
-        (
-            ["--to", "zarr", "--include", "layer"],
-            "nothing matches rule 1 (keep ['layer']): a pattern must",
-        ),
-        (["--to", "zarr", "--rename", "layer.{i}.w=w"], "several tensors would have this name"),
-        (["--to", "zarr", "--rename", "norm="], "a pattern or a name must be a text"),
-        (["--to", "zarr", "--rename", "norm"], "expected PATTERN=KEY"),
-        (["--to", "zarr", "--cast", "floof"], "'floof' is not one of bfloat16"),
-        (["--to", "zarr", "--cast", "float16"], "--lossy"),
-        (["--to", "zarr", "--cast", "int8"], "'int8' is not one of bfloat16"),
-        (["--to", "zarr", "--reshard", "axis"], "axis=0,parts=8"),
-        (["--to", "torch_file", "--reshard", "axis=0,parts=8"], "reshard makes no sense"),
-        (["--to", "zarr", "--memory", "lots"], "is not a size"),
-        (["--to", "zarr", "--memory", "10MiB"], "--memory"),
-    ],
-)
-def test_bad_input_ends_before_anything_is_written(
-    source: Path, tmp_path: Path, arguments: list[str], words: str
-) -> None:
-    with pytest.raises((Exception, SystemExit)) as caught:
-        run(source, tmp_path / "out", *arguments)
-    assert words in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_is_a_line_and_not_a_traceback(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    result = child("convert", source, tmp_path / "out", "--to", "zarr")
-    assert result.returncode == EXIT_BAD_INPUT
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert "Traceback" not in result.stderr
-
-
 FAILING_READ = """
     import os, signal, time
     from dist_checkpointing.tools import values

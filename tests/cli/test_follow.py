@@ -66,6 +66,11 @@ def test_a_save_to_its_end(tmp_path: Path, dckpt: Run, monkeypatch: pytest.Monke
     assert begun == f"c: being saved by process {os.getpid()} on {os.uname().nodename}"
     assert ended.startswith("c: whole, ")
     assert ", saved in " in ended
+    folder = tmp_path / "json" / "c"
+    found = follow_a_save(folder, dckpt, monkeypatch, "--json").json
+    assert (found["step"], found["state"], found["path"]) == ("c", "whole", str(folder))
+    assert found["num_bytes"] == sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    assert found["seconds"] > 0
 
 
 def test_the_saves_of_a_run_until_ctrl_c(
@@ -181,12 +186,6 @@ def test_it_waits_for_what_is_not_there_yet(
     assert ended.startswith("1: whole, " if name == "run" else "c: whole, ")
 
 
-def test_no_pattern_and_no_other_option(tmp_path: Path, dckpt: Run) -> None:
-    for words in (["w"], ["--tree"], ["--all"]):
-        finished = dckpt("ls", tmp_path, *words, "--follow", code=2, out="")
-        assert "--follow shows saves" in finished.err
-
-
 @pytest.mark.parametrize("name", ["c", "file", "other"])
 def test_where_nothing_is_saved(tmp_path: Path, dckpt: Run, name: str) -> None:
     save(at_step(1), tmp_path / "c")
@@ -200,13 +199,3 @@ def test_where_nothing_is_saved(tmp_path: Path, dckpt: Run, name: str) -> None:
         return
     assert (finished.code, finished.out) == (2, "")
     assert ("neither a folder nor a file of" if name == "file" else "Orbax") in finished.err
-
-
-def test_a_save_as_json(tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "c"
-    finished = follow_a_save(folder, dckpt, monkeypatch, "--json")
-    found = json.loads(finished.out)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    assert (found["step"], found["state"], found["path"]) == ("c", "whole", str(folder))
-    assert found["num_bytes"] == size
-    assert found["seconds"] > 0

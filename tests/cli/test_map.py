@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -162,45 +161,10 @@ def test_json_about_the_file(tmp_path: Path) -> None:
     }
 
 
-# Bad input.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["-o", "there.html"], "there.html exists"),
-        (["-o", "no/such/m.html"], "does not exist"),
-        (["fc.weights", "-o", "m.html"], "did you mean 'fc.weight'"),
-    ],
-)
-def test_bad_arguments_write_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], problem: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.html").write_text("mine")
-    result = RUNNER.invoke(app.app, ["map", str(GOLDEN / "mc0.15.3_zarr"), *arguments])
-    assert isinstance(result.exception, LookupError | ValueError | OSError)
-    assert problem in str(result.exception)
-    assert [path.name for path in tmp_path.iterdir()] == ["there.html"]
-    assert (tmp_path / "there.html").read_text() == "mine"
-
-
 def test_force_replaces_the_file(tmp_path: Path) -> None:
     (tmp_path / "m.html").write_text("old")
     invoke(GOLDEN / GOLDEN_NAMES[0], "-o", tmp_path / "m.html", "--force")
     assert (tmp_path / "m.html").read_text().lower().startswith("<!doctype html>")
-
-
-def test_an_indexed_checkpoint_is_mapped_without_torch(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c", "tensorstore")
-    code = f"""
-import sys
-from dist_checkpointing.checkpoint import Checkpoint
-from dist_checkpointing.tools.map import page_data, render_page
-render_page(page_data(Checkpoint.open({str(folder)!r})))
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # In a browser.

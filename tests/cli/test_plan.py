@@ -239,22 +239,6 @@ constant = 3
         assert problem in str(result.exception)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--shard", "w"], "not of the form"),
-        (["--ranks", "6"], "pass both"),
-        (["--template", "a:b"], "pass both"),
-        (["--template", "x", "--ranks", "1"], "not of the form MODULE:FUNCTION"),
-        (["--template", "a:b", "--ranks", "2", "--tp", "2"], "leave --tp"),
-    ],
-)
-def test_bad_arguments_are_named(arguments: list[str], problem: str) -> None:
-    result = RUNNER.invoke(app.app, ["plan", str(GOLDEN / GOLDEN_NAMES[0]), *arguments])
-    assert isinstance(result.exception, ValueError)
-    assert problem in str(result.exception)
-
-
 # What a person sees.
 
 

@@ -242,28 +242,6 @@ def test_on_a_terminal_it_asks(
     assert_holds(folder, values() if code else without("optimizer", values()))
 
 
-# Bad input.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["mdel"], "begins with 'mdel'; keys begin with 'model', 'optimizer'"),
-        ([""], "an empty prefix means every tensor"),
-        (["model", "--json"], "--json asks nothing"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
-    folder = saved(tmp_path / "c", ("zarr", 2))
-    before = files_in(folder)
-    result = RUNNER.invoke(app.app, ["rm-prefix", str(folder), *arguments])
-    assert result.stdout == ""
-    assert isinstance(result.exception, LookupError | ValueError)  # which main() prints
-    assert expected in str(result.exception)
-    assert "\n" not in str(result.exception)
-    assert files_in(folder) == before
-
-
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", ("zarr", 2))
     with (
@@ -280,16 +258,6 @@ def test_a_damaged_note_of_a_removal_is_not_followed(tmp_path: Path) -> None:
         (folder / ".dckpt" / "removal.json").write_text(content)
         with pytest.raises(dc.CorruptCheckpointError, match="unfinished removal"):
             invoke(folder, "optimizer", "--yes")
-
-
-def test_keys_are_shown_as_they_are(tmp_path: Path) -> None:
-    key = "[red]x\n\x1b[31m"
-    tensor = torch.ones(3)
-    leaf = dc.ShardedTensor(key, tensor, tensor.dtype, (3,), (3,), (0,), (1,))
-    dc.save({"x": leaf}, tmp_path / "c")
-    text = invoke(tmp_path / "c", "[red]", "--dry-run")
-    assert "[red]x\\n\\x1b[31m" in text
-    assert "\x1b" not in text
 
 
 def test_a_backend_that_cannot_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,19 +64,6 @@ def test_what_needs_trust(tmp_path: Path, dckpt: Run) -> None:
     assert "not read" not in dckpt("verify", tmp_path / "c", "--trusted").out
 
 
-def test_bad_input(samples: Samples, tmp_path: Path, dckpt: Run) -> None:
-    half = samples("zarr-2").copied(tmp_path / "half").folder
-    (half / "metadata.json").unlink()
-    for place, words in (
-        (tmp_path / "nothing", "does not exist"),
-        (tmp_path, "is not a distributed checkpoint"),
-        (half, "never committed"),
-    ):
-        finished = dckpt("verify", place, code=2, out="")
-        assert words in finished.err
-        assert "Traceback" not in finished.err
-
-
 def test_a_torn_commit_is_damage(samples: Samples, tmp_path: Path, dckpt: Run) -> None:
     folder = samples("zarr-2").copied(tmp_path / "c").folder
     (folder / "metadata.json").write_text("{")
