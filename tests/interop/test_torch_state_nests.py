@@ -12,7 +12,6 @@ from torch.optim import lr_scheduler
 
 import dist_checkpointing as dc
 from dist_checkpointing.interop import TorchState
-from dist_checkpointing.testing import run_ranks
 
 
 def model_of(seed: int) -> nn.Sequential:
@@ -149,24 +148,6 @@ def test_extra_state_may_have_other_tensors(saved: Any, own: Any, tmp_path: Path
     dc.save(TorchState(nn.Sequential(nn.Linear(2, 2))), tmp_path / "without")
     with pytest.raises(dc.StateMismatchError, match=r"'model\.0\._extra_state': not in the checkp"):
         dc.load(TorchState(nn.Sequential(Extra(ONES))), tmp_path / "without")
-
-
-def test_floats_that_differ_between_ranks_are_kept_for_each(tmp_path: Path) -> None:
-    model = nn.Linear(1, 1)
-
-    def save_own(comm: Any) -> None:
-        own = Holder({"mean": torch.tensor([0.5, comm.rank])})
-        dc.save(TorchState(model, own=own, same=Holder({"w": ONES})), tmp_path / "ckpt", comm=comm)
-
-    def load_own(comm: Any) -> Any:
-        own = Holder({"mean": torch.zeros(2)})
-        state = TorchState(nn.Linear(1, 1), own=own, same=Holder({"w": torch.zeros(3)}))
-        dc.load(state, tmp_path / "ckpt", comm=comm)
-        return own.state["mean"].tolist()
-
-    run_ranks(2, save_own)
-    assert "same.w" in dc.load_tensors_metadata(tmp_path / "ckpt")
-    assert run_ranks(2, load_own) == [[0.5, 0.0], [0.5, 1.0]]
 
 
 def two_groups(model: nn.Module, *, is_reversed: bool) -> list[dict[str, Any]]:
