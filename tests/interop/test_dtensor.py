@@ -190,9 +190,11 @@ def test_other_meshes_load_what_one_has_saved(tmp_path: Path) -> None:
             return lambda mesh: {"w": cut(tensor, mesh, own)}
 
         given = states(mesh_shape, of(full * 0))
-        found = run_ranks(
-            len(given), lambda comm, own=given: dc.load(own[comm.rank], tmp_path, comm=comm)
-        )
+
+        def load(comm: Any, own: list[Any] = given) -> Any:
+            return dc.load(own[comm.rank], tmp_path, comm=comm)
+
+        found = run_ranks(len(given), load)
         for loaded, part in zip(found, on_each_rank(mesh_shape, of(full)), strict=True):
             assert torch.equal(loaded["w"], part["w"].to_local())
 
