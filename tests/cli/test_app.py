@@ -51,6 +51,8 @@ BAD_INPUT = [
     ("ls torn", "metadata.json cannot be read"),
     ("ls c (", "'(' is not a regular expression"),
     ("ls c --depth 0", "--depth"),
+    ("ls file --follow", "neither a folder nor a file of"),
+    ("ls orbax --follow", "Orbax"),
     ("ls c w --follow", "--follow shows saves"),
     ("ls c --tree --follow", "--follow shows saves"),
     ("ls c --all --follow", "--follow shows saves"),
@@ -106,6 +108,8 @@ BAD_INPUT = [
     ("convert c x --to zarr --cast int8", "'int8' is not one of bfloat16"),
     ("convert c x --to zarr --reshard axis", "axis=0,parts=8"),
     ("convert c x --to torch_file --reshard axis=0,parts=8", "reshard makes no sense"),
+    ("convert c x --to zarr --recipe split.json", "rule 1 of the recipe does not fit"),
+    ("convert c x --to zarr --recipe fill.json", "'uneven': no template says what fills it"),
     ("convert c x --to zarr --memory lots", "is not a size"),
     ("convert c x --to zarr --memory 10MiB", "--memory"),
 ]
@@ -122,6 +126,10 @@ def broken(tmp_path_factory: pytest.TempPathFactory, samples: Samples) -> Path:
     (root / "empty").mkdir()
     (root / "empty" / "mine").touch()
     (root / "file").write_text("mine")
+    (root / "orbax").mkdir()
+    (root / "orbax" / "_CHECKPOINT_METADATA").touch()
+    (root / "split.json").write_text('[{"split": "uneven", "into": ["a", "b", "c", "d"]}]')
+    (root / "fill.json").write_text('[{"resize": "uneven", "size": 9, "fill": "template"}]')
     return root
 
 

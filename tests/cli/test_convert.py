@@ -280,19 +280,6 @@ def test_options_are_rules_after_those_of_the_recipe(source: Path, tmp_path: Pat
     assert torch.equal(found["all"], wanted)
 
 
-def test_a_recipe_that_does_not_fit_names_its_rule(source: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "rules.json"
-    recipe.write_text('[{"split": "norm", "into": ["a", "b", "c"]}]')
-    arguments = ["convert", str(source), str(tmp_path / "new"), "--to", "zarr"]
-    result = CliRunner().invoke(app.app, [*arguments, "--recipe", str(recipe)])
-    assert result.exit_code != 0
-    assert "rule 1 of the recipe does not fit" in str(result.exception)
-    assert not (tmp_path / "new").exists()
-    recipe.write_text('[{"resize": "norm", "size": 9, "fill": "template"}]')
-    result = CliRunner().invoke(app.app, [*arguments, "--recipe", str(recipe)])
-    assert "'norm': no template says what fills it" in str(result.exception)
-
-
 def test_under_torchrun(tmp_path: Path, samples: Samples, dckpt: Run) -> None:
     """Ranks share the work, and the first one talks."""
     source, launcher = samples("tensorstore").folder, ["-m", "torch.distributed.run"]

@@ -119,27 +119,12 @@ def test_state_from_before_the_first_step_takes_later_state_away(tmp_path: Path)
     assert train(model, optimizer) == expected
 
 
-def test_state_keeps_a_dtype_of_its_own(tmp_path: Path) -> None:
+def test_optimizer_state_keeps_dtypes_values_and_nests_of_its_own(tmp_path: Path) -> None:
     """torch's own load_state_dict casts it to the dtype of the parameter."""
     model = nn.Linear(3, 2).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {
-            "step": torch.tensor(5.0),
-            "exp_avg": torch.rand(parameter.shape),
-            "exp_avg_sq": torch.rand(parameter.shape),
-        }
-    dc.save(TorchState(model, optimizer), tmp_path / "ckpt")
-    saved = bits(optimizer.state_dict())
-    other = torch.optim.AdamW(model.parameters())
-    dc.load(TorchState(model, other), tmp_path / "ckpt")
-    assert bits(other.state_dict()) == saved
-
-
-def test_values_and_nests_in_optimizer_state(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = {"step": 7, "factors": {0: torch.rand(2, 2), 1: torch.rand(3, 3)}, "flag": None}
+    factors = {0: torch.rand(2, 2), 1: torch.rand(3, 3)}
+    made = {"step": 7, "exp_avg": torch.rand(2, 3), "factors": factors, "flag": None}
     optimizer.state[model.weight] = copy.deepcopy(made)
     state = TorchState(model, optimizer)
     dc.save(state, tmp_path / "ckpt")
@@ -269,12 +254,11 @@ def test_tied_weights_are_stored_once(kind: type[Tied], first: str, tmp_path: Pa
 
 
 def test_tied_weights_into_a_model_without_ties_and_back(tmp_path: Path) -> None:
-    tied = Tied()
+    tied, apart = Tied(), Tied(is_tied=False)
     dc.save(TorchState(tied), tmp_path / "tied")
-    apart = Tied(is_tied=False)
     dc.load(TorchState(apart), tmp_path / "tied")
-    assert torch.equal(apart.embed.weight, tied.embed.weight)
-    assert torch.equal(apart.head.weight, tied.embed.weight)
+    for layer in (apart.embed, apart.head):
+        assert torch.equal(layer.weight, tied.embed.weight)
     assert apart.head.weight is not apart.embed.weight
     apart.head.weight.data.zero_()
     dc.save(TorchState(apart), tmp_path / "apart")
@@ -438,15 +422,27 @@ def test_manager_async_save_and_fingerprint(tmp_path: Path) -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    model = model_of()
+    model: Any = model_of()
     with pytest.raises(ValueError, match="'rng' is reserved"):
         TorchState(model, rng={})
     with pytest.raises(TypeError, match="lr must be a module, a dict, or have state_dict"):
         TorchState(model, lr=0.1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Module, not a OrderedDict"):
+        TorchState(model.state_dict())
+    wrong: Any
+    for wrong, name in ((None, "NoneType"), (model, "Sequential"), ([model], "Sequential")):
+        with pytest.raises(TypeError, match=f"optimizer must be an optimizer, .*found {name}"):
+            TorchState(model, wrong)
     foreign = torch.optim.SGD(model_of().parameters(), lr=0.1)
     with pytest.raises(dc.InvalidShardingError, match="that the model does not have"):
         dc.save(TorchState(model, foreign), tmp_path / "ckpt")
-    dc.save(TorchState(model), tmp_path / "ckpt")
+    step: Any
+    step = 0.5
+    with pytest.raises(dc.RankFailedError, match="'float' object cannot be interpreted"):
+        dc.save(TorchState(model, step=step), tmp_path / "ckpt")
+    step = torch.tensor(7)
+    dc.save(TorchState(model, step=step), tmp_path / "ckpt")
+    assert dc.load_common_state_dict(tmp_path / "ckpt")["step"] == 7
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for state, words in (
         (TorchState(model, optimizer), "the checkpoint has no optimizer"),

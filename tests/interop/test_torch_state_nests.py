@@ -253,19 +253,3 @@ def test_another_optimizer_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureF
     assert not caplog.text
     dc.load(TorchState(model, torch.optim.Adam(model.parameters())), tmp_path / "ckpt")
     assert "Adam has no dampening, momentum, nesterov, but the optimizer that" in caplog.text
-
-
-def test_arguments_of_a_wrong_kind(tmp_path: Path) -> None:
-    model: Any = nn.Linear(1, 1)
-    with pytest.raises(TypeError, match="Module, not a OrderedDict"):
-        TorchState(model.state_dict())
-    wrong: Any
-    for wrong, name in ((None, "NoneType"), (model, "Linear"), ([model], "Linear")):
-        with pytest.raises(TypeError, match=f"optimizer must be an optimizer, .*found {name}"):
-            TorchState(model, wrong)
-    wrong_step: Any = 0.5
-    with pytest.raises(dc.RankFailedError, match="'float' object cannot be interpreted"):
-        dc.save(TorchState(model, step=wrong_step), tmp_path / "ckpt")
-    of_tensor: Any = torch.tensor(7)
-    dc.save(TorchState(model, step=of_tensor), tmp_path / "ckpt")
-    assert dc.load_common_state_dict(tmp_path / "ckpt")["step"] == 7

@@ -17,6 +17,7 @@ import dist_checkpointing as dc
 from dist_checkpointing.format import Attempt
 from dist_checkpointing.interop import megatron
 from real_ranks import run_script
+from samples import Run
 from scripts import run_fresh
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -129,7 +130,7 @@ print(sys.argv[2:], neighbour.__name__)
 
 
 @pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
-def test_a_script_is_run(tmp_path: Path, fake_megatron: Path, backend: str) -> None:
+def test_a_script_is_run(tmp_path: Path, fake_megatron: Path, dckpt: Run, backend: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "neighbour.py").touch()
     run_module = "runpy.run_module('dist_checkpointing.interop.megatron', None, '__main__', True)"
@@ -142,8 +143,7 @@ def test_a_script_is_run(tmp_path: Path, fake_megatron: Path, backend: str) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout == "['--backend', 'x'] neighbour\n"
     assert dc.load_plain_tensors(tmp_path / "ckpt")["w"].tolist() == [0, 1, 2, 3]
-    listed = run_fresh("-m", "dist_checkpointing", "ls", tmp_path / "ckpt", timeout=120)
-    assert "float32" in listed.stdout, listed.stderr
+    assert "float32" in dckpt("ls", tmp_path / "ckpt").out
 
 
 # Save, load and their defaults.
