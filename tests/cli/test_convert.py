@@ -17,7 +17,7 @@ from dist_checkpointing.interop import TorchState
 from dist_checkpointing.tools import app
 from samples import Run, Samples
 from scripts import TELL_PEAK, run_forked, run_fresh, told_peak
-from states import shard
+from states import wholes
 
 TENSORS = {f"layer.{i}.w": torch.randn(600, 640) for i in range(6)} | {"norm": torch.randn(4)}
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
@@ -27,8 +27,7 @@ FORMATS = ["tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch_
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "ckpt"
-    leaves = {key: shard(key, full) for key, full in TENSORS.items()}
-    save({**leaves, "step": 5}, folder)
+    save({**wholes(TENSORS), "step": 5}, folder)
     return folder
 
 
@@ -280,14 +279,17 @@ def test_options_are_rules_after_those_of_the_recipe(source: Path, tmp_path: Pat
     assert torch.equal(found["all"], wanted)
 
 
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+RANKS = (*LAUNCHER, "-m", "dist_checkpointing")
+
+
 def test_under_torchrun(tmp_path: Path, samples: Samples, dckpt: Run) -> None:
     """Ranks share the work, and the first one talks."""
-    source, launcher = samples("tensorstore").folder, ["-m", "torch.distributed.run"]
-    ranks = [*launcher, "--standalone", "--nproc-per-node=2", "-m", "dist_checkpointing"]
-    done = run_fresh(*ranks, "convert", source, tmp_path / "out", "--to", "zarr", timeout=120)
+    source = samples("tensorstore").folder
+    done = run_fresh(*RANKS, "convert", source, tmp_path / "out", "--to", "zarr", timeout=120)
     assert done.stdout.count("converted ") == 1, done.stderr
     assert dckpt("diff", source, tmp_path / "out", "--equal-nan").code == 0
-    seen = run_fresh(*ranks, "verify", tmp_path / "out", "--json", timeout=120)
+    seen = run_fresh(*RANKS, "verify", tmp_path / "out", "--json", timeout=120)
     alone = dckpt("verify", tmp_path / "out", "--json")
     assert json.loads(seen.stdout) == alone.json
 
@@ -295,13 +297,11 @@ def test_under_torchrun(tmp_path: Path, samples: Samples, dckpt: Run) -> None:
 @pytest.mark.exhaustive
 def test_diff_and_stats_under_torchrun(tmp_path: Path, dckpt: Run) -> None:
     values = {f"w{i}": torch.arange(6.0) + i for i in range(5)}
-    save({key: shard(key, full) for key, full in values.items()}, tmp_path / "a")
+    save(wholes(values), tmp_path / "a")
     values["w1"][2], values["w4"][0], values["w2"][5] = 7, float("nan"), float("inf")
-    save({key: shard(key, full) for key, full in values.items()}, tmp_path / "b")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    save(wholes(values), tmp_path / "b")
     for command in (["diff", tmp_path / "a", tmp_path / "b"], ["stats", tmp_path / "b", "--scan"]):
-        arguments = (*launcher, "-m", "dist_checkpointing", *command, "--json")
-        done = run_fresh(*arguments, timeout=120)
+        done = run_fresh(*RANKS, *command, "--json", timeout=120)
         alone = dckpt(*command, "--json", code=1).json
         assert json.loads(done.stdout) == alone, done.stderr
         found = alone["not_finite"] if command[0] == "stats" else alone["tensors"]

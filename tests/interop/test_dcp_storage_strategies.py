@@ -178,9 +178,8 @@ def test_the_reader_must_be_passed_or_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved_on(1, tmp_path, writes_files)
-    with pytest.raises(
-        dc.StrategyNotFoundError, match=r"Pass sharded_strategy=DCPStorageLoadStrategy"
-    ):
+    text = r"Pass sharded_strategy=DCPStorageLoadStrategy"
+    with pytest.raises(dc.StrategyNotFoundError, match=text):
         dc.load_plain_tensors(tmp_path)
     assert dc.load_common_state_dict(tmp_path) == {"step": 9}
     loads = default_strategies[StrategyAction.LOAD_SHARDED.value]
