@@ -23,9 +23,14 @@ from world import WayFailedError, World
 
 
 @pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    yield
+def quiet() -> Iterator[None]:
+    """Peers warn about many things; nothing stays switched off or frozen."""
+    before = get_crc32_options()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
     gc.unfreeze()
+    assert get_crc32_options() == before
 
 
 class Told(Way):
@@ -64,7 +69,7 @@ def diary_of(
     *ways: Way, diary: list[str], folder: Path, seconds: float = 60.0, rounds: int = 3
 ) -> dict[str, str | None]:
     case = Case("case", "", lambda _: ways, rounds=rounds)
-    report = run_case(case, Stage(World(), folder, Settings(), lambda _: None), seconds)
+    report = run_case(case, stage(folder, Settings()), seconds)
     diary[:] = [line for line in diary if "closed" not in line]
     return {way["name"]: way["failed"] for way in report["ways"]}
 
@@ -117,17 +122,6 @@ def test_ways_are_closed_also_after_an_error(tmp_path: Path) -> None:
 TINY = Settings(tiny=True, loads=5, store="memory://bench/tiny")
 IN_PROCESS = [name for name, case in CASES.items() if case.ranks == 1 and name != "async"]
 SPAWNED = [name for name in CASES if name not in IN_PROCESS]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Peers warn about many things; nothing stays switched off or frozen."""
-    before = get_crc32_options()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    gc.unfreeze()
-    assert get_crc32_options() == before
 
 
 def stage(folder: Path, settings: Settings = TINY) -> Stage:

@@ -80,25 +80,7 @@ def without(prefix: str, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 @BACKEND
-def test_a_section_goes_and_gives_its_disk_space_back(tmp_path: Path, backend: Any) -> None:
-    folder = saved(tmp_path / "c", backend, 256)
-    before = disk_bytes(folder)
-    text = invoke(folder, "optimizer", "--yes")
-    assert "3 of 5 go: 768.0 KiB of values" in text
-    assert "1 sharded object: optimizer.rng" in text
-    assert_holds(folder, without("optimizer", values(256)))
-    dc.verify_checkpoint(folder)
-    # The files of torch DCP hold what a rank wrote, whatever it is.
-    freed = before - disk_bytes(folder)
-    if backend[0] == "torch_dist":
-        assert "stay on the disk" in " ".join(text.split())
-    else:
-        assert freed >= 3 * 256 * 256 * 4
-        assert "stay on the disk" not in " ".join(text.split())
-
-
-@BACKEND
-def test_what_is_not_freed_is_said_before(tmp_path: Path, backend: Any) -> None:
+def test_a_section_goes_and_what_is_not_freed_is_said_before(tmp_path: Path, backend: Any) -> None:
     folder = saved(tmp_path / "c", backend)
     told = json.loads(invoke(folder, "model.a", "--json", "--dry-run"))
     assert told["keys"] == ["model.a"]
@@ -126,6 +108,18 @@ def test_what_is_not_freed_is_said_before(tmp_path: Path, backend: Any) -> None:
         assert told["file_bytes"] <= 2 * BLOCK_BYTES
     assert_holds(folder, without("model.a", values()))
     dc.verify_checkpoint(folder)
+
+    large = saved(tmp_path / "large", backend, 256)
+    before = disk_bytes(large)
+    text = " ".join(invoke(large, "optimizer", "--yes").split())
+    assert "3 of 5 go: 768.0 KiB of values" in text
+    assert "1 sharded object: optimizer.rng" in text
+    assert_holds(large, without("optimizer", values(256)))
+    dc.verify_checkpoint(large)
+    # The files of torch DCP hold what a rank wrote, whatever it is.
+    stays = "stay on the disk" in text
+    assert stays == (backend[0] == "torch_dist")
+    assert stays or before - disk_bytes(large) >= 3 * 256 * 256 * 4
 
 
 def test_files_of_a_data_group_are_freed_one_by_one(tmp_path: Path) -> None:
@@ -185,8 +179,7 @@ def test_a_save_over_a_removal_that_was_cut_off_is_whole(tmp_path: Path, backend
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_on_the_checkpoints_of_megatron(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "c"
-    shutil.copytree(GOLDEN / name, folder)
+    folder = shutil.copytree(GOLDEN / name, tmp_path / "c")
     before = dc.Checkpoint.open(folder)
     kept = {key: before[key][...] for key in before if not key.startswith("optim")}
     assert 0 < len(kept) < len(before)
@@ -242,28 +235,6 @@ def test_on_a_terminal_it_asks(
     assert_holds(folder, values() if code else without("optimizer", values()))
 
 
-# Bad input.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["mdel"], "begins with 'mdel'; keys begin with 'model', 'optimizer'"),
-        ([""], "an empty prefix means every tensor"),
-        (["model", "--json"], "--json asks nothing"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
-    folder = saved(tmp_path / "c", ("zarr", 2))
-    before = files_in(folder)
-    result = RUNNER.invoke(app.app, ["rm-prefix", str(folder), *arguments])
-    assert result.stdout == ""
-    assert isinstance(result.exception, LookupError | ValueError)  # which main() prints
-    assert expected in str(result.exception)
-    assert "\n" not in str(result.exception)
-    assert files_in(folder) == before
-
-
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", ("zarr", 2))
     with (
@@ -280,16 +251,6 @@ def test_a_damaged_note_of_a_removal_is_not_followed(tmp_path: Path) -> None:
         (folder / ".dckpt" / "removal.json").write_text(content)
         with pytest.raises(dc.CorruptCheckpointError, match="unfinished removal"):
             invoke(folder, "optimizer", "--yes")
-
-
-def test_keys_are_shown_as_they_are(tmp_path: Path) -> None:
-    key = "[red]x\n\x1b[31m"
-    tensor = torch.ones(3)
-    leaf = dc.ShardedTensor(key, tensor, tensor.dtype, (3,), (3,), (0,), (1,))
-    dc.save({"x": leaf}, tmp_path / "c")
-    text = invoke(tmp_path / "c", "[red]", "--dry-run")
-    assert "[red]x\\n\\x1b[31m" in text
-    assert "\x1b" not in text
 
 
 def test_a_backend_that_cannot_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

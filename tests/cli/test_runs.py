@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,13 +19,14 @@ from dist_checkpointing.manager import Retention
 from dist_checkpointing.tools import ls as following
 from faults import commits_waiting, counted_requests
 from samples import Run, Samples
+from scripts import run_forked
 from states import at_step, trained, wholes
 from stores import data_url, new_url, put
 
 ROOT = Path(__file__).parents[2]
 
 
-def managed(root: Path, *steps: int, **options: Any) -> Path:
+def managed(root: Any, *steps: int, **options: Any) -> Any:
     with CheckpointManager(root, **options) as manager:
         for step in steps:
             manager.save(step, trained(step))
@@ -41,49 +40,66 @@ def of_megatron(root: Path, pointer: str = "200") -> Path:
     return root
 
 
-def listed(dckpt: Run, root: Path) -> dict[str, dict[str, Any]]:
+def listed(dckpt: Run, root: object) -> dict[str, dict[str, Any]]:
     return {row["step"]: row for row in dckpt("ls", root, "--json").json["steps"]}
 
 
-def test_the_steps_of_a_run_of_ours(tmp_path: Path, dckpt: Run) -> None:
-    root = managed(tmp_path / "run", 10, 20, 30)
-    finished = dckpt("ls", root, code=0, err="")
-    title, header, *rows = finished.out.partition("\n\n")[0].split("\n")
-    assert (title, header.split()) == (str(root), ["STEP", "STATE", "AGE", "SIZE", "OWN", "NOTES"])
-    assert [row.split()[:2] for row in rows] == [[step, "whole"] for step in ("10", "20", "30")]
-    assert [row.endswith("latest") for row in rows] == [False, False, True]
-    assert "3 steps" in finished.out
-    document = dckpt("ls", root, "--json").json
-    assert (document["latest"], document["remark"]) == ("30", None)
-    for row in document["steps"]:
-        files = [path for path in Path(row["path"]).rglob("*") if path.is_file()]
-        assert row["num_bytes"] == sum(path.stat().st_size for path in files)
-        assert abs(time.time() - row["saved_at"]) < 600
+def states(dckpt: Run, root: object) -> dict[str, str]:
+    return {step: row["state"] for step, row in listed(dckpt, root).items()}
+
+
+def test_the_steps_of_a_run_of_ours_on_a_disk_and_in_a_store(tmp_path: Path, dckpt: Run) -> None:
+    found = []
+    for root in (tmp_path / "run", new_url()):
+        managed(root, 10, 20, 30)
+        CheckpointManager(root).verify(10)
+        finished = dckpt("ls", root, code=0, err="")
+        title, header, *rows = finished.out.partition("\n\n")[0].split("\n")
+        assert title == str(root)
+        assert header.split() == ["STEP", "STATE", "AGE", "SIZE", "OWN", "NOTES"]
+        assert [row.split()[:2] for row in rows] == [[step, "whole"] for step in ("10", "20", "30")]
+        assert [row.endswith("latest") for row in rows] == [False, False, True]
+        assert "3 steps" in finished.out.splitlines()[-1]
+        document = dckpt("ls", root, "--json").json
+        head = (document["path"], document["latest"], document["remark"])
+        assert head == (str(root), "30", None)
+        for row in document["steps"]:
+            assert row["num_bytes"] == bytes_below(row["path"])
+            assert abs(time.time() - row["saved_at"]) < 600
+        names = ("step", "state", "shared_with", "notes", "num_bytes_shared")
+        found.append([tuple(row[name] for name in names) for row in document["steps"]])
+    assert found[0] == found[1]
+
+
+def bytes_below(place: str) -> int:
+    if "://" not in place:
+        return sum(path.stat().st_size for path in Path(place).rglob("*") if path.is_file())
+    folder = ObjectPath.of(place)
+    return sum(info.num_bytes for info in folder.store.list_below(folder.prefix))
 
 
 def test_the_steps_of_a_run_of_megatron(tmp_path: Path, dckpt: Run) -> None:
     root = of_megatron(tmp_path / "run", pointer="100")
+    pointer = root / "latest_checkpointed_iteration.txt"
     document = dckpt("ls", root, "--json").json
     assert [row["step"] for row in document["steps"]] == ["100", "200"]
     # Not the newest: Megatron loads what its pointer names.
     assert document["latest"] == "100"
-    (root / "latest_checkpointed_iteration.txt").write_text("300")
+    pointer.write_text("300")
     document = dckpt("ls", root, "--json").json
     assert document["latest"] == "200"
     assert "names '300', which is not a checkpoint here" in document["remark"]
     assert document["remark"] in dckpt("ls", root).out
+    pointer.write_text("release")
+    save(at_step(7), root / "release", ("torch_dist", 1))
+    document = dckpt("ls", root, "--json").json
+    steps = [row["step"] for row in document["steps"]]
+    assert (steps, document["latest"]) == (["release", "100", "200"], "release")
+    assert dckpt("show", f"{root}@latest", "step", "--json").json["value"] == 7
 
 
 def test_a_step_is_named_wherever_a_checkpoint_is_taken(tmp_path: Path, dckpt: Run) -> None:
     root = of_megatron(tmp_path / "run")
-    before = Path.cwd()
-    os.chdir(root)
-    try:
-        assert dckpt("show", "@latest", "step", "--json").json["value"] == 200
-    finally:
-        os.chdir(before)
-    for name, step in (("latest", 200), ("100", 100), ("0000200", 200)):
-        assert dckpt("show", f"{root}@{name}", "step", "--json").json["value"] == step
     one, two = f"{root}@100", f"{root}@latest"
     converted = tmp_path / "c"
     for arguments, code in (
@@ -100,25 +116,27 @@ def test_a_step_is_named_wherever_a_checkpoint_is_taken(tmp_path: Path, dckpt: R
         finished = dckpt(*arguments)
         assert finished.code == code, (arguments, finished.err)
     assert dckpt("show", converted, "step", "--json").json["value"] == 100
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("run@30", "no such step; did you mean '3'?; file {root}. Its last steps: 1, 2, 3."),
-        ("nothing@latest", "no steps of a run are here"),
-        ("run", "it is a run with 3 steps"),
-    ],
-)
-def test_a_step_that_is_not_there(tmp_path: Path, dckpt: Run, name: str, words: str) -> None:
-    root = managed(tmp_path / "run", 1, 2, 3)
-    finished = dckpt("stats", tmp_path / name, code=2, out="")
-    assert words.format(root=root) in finished.err
-
-
-def test_a_folder_whose_name_has_an_at_is_that_folder(tmp_path: Path, dckpt: Run) -> None:
+    # A folder whose name has an at is that folder.
     save(at_step(1), tmp_path / "a@latest")
     assert dckpt("ls", tmp_path / "a@latest").code == 0
+
+
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_a_step_by_its_name_or_number(tmp_path: Path, dckpt: Run, place: str) -> None:
+    root: Any = tmp_path / "run" if place == "disk" else new_url()
+    managed(root, 1, 2, 3)
+    for name, step in (("latest", 3), ("2", 2), ("0000001", 1)):
+        assert dckpt("show", f"{root}@{name}", "step", "--json").json["value"] == step
+    assert dckpt("ls", f"{root}@latest").out == dckpt("ls", f"{root}/step-00000003").out
+    assert dckpt("diff", f"{root}@1", f"{root}@latest").code == 1
+    nothing = tmp_path / "nothing" if place == "disk" else new_url()
+    missing = f"no such step; did you mean '3'?; file {root}. Its last steps: 1, 2, 3."
+    for name, words in (
+        (f"{root}@30", missing),
+        (f"{nothing}@latest", "no steps of a run are here"),
+        (root, f"it is a run with 3 steps; file {root}. dckpt ls {root} lists them"),
+    ):
+        assert words in dckpt("stats", name, code=2, out="").err
 
 
 def test_what_is_not_whole(tmp_path: Path, dckpt: Run) -> None:
@@ -129,22 +147,15 @@ def test_what_is_not_whole(tmp_path: Path, dckpt: Run) -> None:
     (root / "step-00000004" / ".dckpt" / "seal.json").unlink()
     attempt = root / "step-00000004" / ".dckpt" / "attempt.json"
     attempt.write_text(attempt.read_text().replace('".dckpt/seal.json",', ""))
-    states = {step: row["state"] for step, row in listed(dckpt, root).items()}
-    assert states == {
-        "1": "unfinished",
-        "2": "damaged",
-        "3": "whole",
-        "4": "committed",
-        "5": "no checkpoint",
-    }
+    found = states(dckpt, root)
+    assert [*found.values()] == ["unfinished", "damaged", "whole", "committed", "no checkpoint"]
     with FolderLock.acquire(root / "step-00000001"):
-        assert listed(dckpt, root)["1"]["state"] == "being saved"
-        refused = dckpt("ls", f"{root}@1")
-        assert refused.code == 2
+        assert states(dckpt, root)["1"] == "being saved"
+        refused = dckpt("ls", f"{root}@1", code=2)
         assert f"it is being saved now, by process {os.getpid()}" in refused.err
         assert f"dckpt ls {root / 'step-00000001'} --follow" in refused.err
     assert "a save was begun here and never committed" in dckpt("ls", f"{root}@1").err
-    assert listed(dckpt, root)["1"]["state"] == "unfinished"
+    assert states(dckpt, root)["1"] == "unfinished"
 
 
 def test_a_lock_that_a_killed_save_left_is_not_a_save(tmp_path: Path, dckpt: Run) -> None:
@@ -158,10 +169,9 @@ from dist_checkpointing.filesystem import FolderLock
 lock = FolderLock.acquire(Path({str(folder)!r}))
 os.kill(os.getpid(), {int(signal.SIGKILL)})
 """
-    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    assert run_forked("-c", code).returncode == -signal.SIGKILL
     assert (folder / ".dckpt.lock").exists()
-    assert listed(dckpt, root)["1"]["state"] == "unfinished"
+    assert states(dckpt, root)["1"] == "unfinished"
 
 
 def test_what_is_shared_with_what(tmp_path: Path, dckpt: Run) -> None:
@@ -259,15 +269,6 @@ def test_numbers_of_something_else_are_no_steps(tmp_path: Path, dckpt: Run) -> N
     assert dckpt("ls", tmp_path / "demo").out.endswith(", none is numbered\n")
 
 
-def test_errors_are_json_where_json_is_asked_for(tmp_path: Path, dckpt: Run) -> None:
-    finished = dckpt("stats", tmp_path, "--json", code=2)
-    error = finished.json["error"]
-    assert error["type"] == "CheckpointNotFoundError"
-    assert error["message"] == f"{tmp_path} is not a distributed checkpoint"
-    assert error["findings"][0]["problem"] == "metadata.json is missing"
-    assert finished.err.startswith("error: ")
-
-
 def test_a_run_without_steps(tmp_path: Path, dckpt: Run) -> None:
     root = tmp_path / "run"
     root.mkdir()
@@ -278,33 +279,18 @@ def test_a_run_without_steps(tmp_path: Path, dckpt: Run) -> None:
     assert "no steps of a run are here" in dckpt("stats", f"{root}@latest").err
 
 
-def test_a_release_of_megatron(tmp_path: Path, dckpt: Run) -> None:
-    root = of_megatron(tmp_path / "run", pointer="release")
-    save(at_step(7), root / "release", ("torch_dist", 1))
-    document = dckpt("ls", root, "--json").json
-    assert ([row["step"] for row in document["steps"]], document["latest"]) == (
-        ["release", "100", "200"],
-        "release",
-    )
-    assert dckpt("show", f"{root}@latest", "step", "--json").json["value"] == 7
-
-
 def test_folders_of_one_number_are_all_listed(tmp_path: Path, dckpt: Run) -> None:
     for name in ("bert-2", "gpt-2", "gpt-3"):
         save(at_step(1), tmp_path / "models" / name)
     assert [*listed(dckpt, tmp_path / "models")] == ["gpt-2", "2", "3"]
     root = managed(tmp_path / "run", 2, 3)
     save(at_step(1), root / "backup-2")
+    (root / "step-7").symlink_to(root / "step-7")  # a link to itself is none
     rows = listed(dckpt, root)
+    assert {*rows} == {"2", "3", "backup-2"}
     assert rows["2"]["path"] == str(root / "step-00000002")
     assert rows["backup-2"]["path"] == str(root / "backup-2")
     assert "backup-2" in dckpt("verify", f"{root}@backup-2").out
-
-
-def test_a_link_to_itself_beside_the_steps(tmp_path: Path, dckpt: Run) -> None:
-    root = managed(tmp_path / "run", 1)
-    (root / "step-7").symlink_to(root / "step-7")
-    assert [*listed(dckpt, root)] == ["1"]
 
 
 def test_a_step_of_the_current_folder(
@@ -319,66 +305,19 @@ def test_a_step_of_the_current_folder(
 # ``dckpt`` on a run in an object store: the same as of one on a disk, in few requests.
 
 
-def run_of(*steps: int, url: str | None = None) -> str:
-    url = new_url() if url is None else url
-    with CheckpointManager(url) as manager:
-        for step in steps:
-            manager.save(step, trained(step))
-    return url
-
-
-def test_a_run_is_listed_as_on_a_disk(dckpt: Run, tmp_path: Path) -> None:
-    url, folder = run_of(10, 20), run_of(10, 20, url=str(tmp_path / "run"))
-    CheckpointManager(url).verify(10)
-    CheckpointManager(folder).verify(10)
-    of_store, of_disk = (dckpt("ls", place, "--json").json for place in (url, folder))
-    assert (of_store["path"], of_store["latest"], of_store["remark"]) == (url, "20", None)
-
-    def facts(document: dict[str, Any]) -> list[tuple[Any, ...]]:
-        names = ("step", "state", "shared_with", "notes", "num_bytes_shared")
-        return [tuple(row[name] for name in names) for row in document["steps"]]
-
-    assert facts(of_store) == facts(of_disk)
-    for row in of_store["steps"]:
-        place = ObjectPath.of(row["path"])
-        objects = place.store.list_below(place.prefix)
-        assert row["num_bytes"] == sum(info.num_bytes for info in objects)
-        assert abs(time.time() - row["saved_at"]) < 600
-    printed = dckpt("ls", url)
-    assert (printed.code, printed.err) == (0, "")
-    assert printed.out.splitlines()[0] == url
-    assert printed.out.splitlines()[-1].endswith("latest 20")
-
-
 def test_a_run_of_many_steps_is_listed_at_once(dckpt: Run) -> None:
     def requests(url: str) -> tuple[int, int]:
         with counted_requests() as counts:
             assert dckpt("ls", url).code == 0
         return counts["list"], counts.total()
 
-    few, many = requests(run_of(1)), requests(run_of(*range(11)))
+    few, many = requests(managed(new_url(), 1)), requests(managed(new_url(), *range(11)))
     assert few[0] == many[0] == 1
     assert many[1] - few[1] <= 10 * 4  # the list of its commits, the commit, its seal
 
 
-def test_a_step_is_named_in_a_store(dckpt: Run) -> None:
-    url = run_of(10, 20)
-    for name, step in (("latest", 20), ("10", 10), ("00000020", 20)):
-        assert dckpt("show", f"{url}@{name}", "step", "--json").json["value"] == step
-    assert dckpt("ls", f"{url}@latest").out == dckpt("ls", f"{url}/step-00000020").out
-    assert dckpt("diff", f"{url}@10", f"{url}@latest").code == 1
-    for name, words in (
-        (f"{url}@30", "no such step"),
-        (f"{new_url()}@latest", "no steps of a run are here"),
-        (url, f"it is a run with 2 steps; file {url}. dckpt ls {url} lists them"),
-    ):
-        ended = dckpt("stats", name)
-        assert ended.code == 2
-        assert words in ended.err
-
-
 def test_every_state_of_a_step(dckpt: Run) -> None:
-    url = run_of(*range(1, 4))
+    url = managed(new_url(), 1, 2, 3)
     unfinished, saving, silent = (ObjectPath.of(url) / f"step-{n:08d}" for n in (4, 5, 6))
     StoreAttempt.begin(unfinished, ["x"]).release()
     held = StoreAttempt.begin(saving, ["x"])
@@ -392,17 +331,10 @@ def test_every_state_of_a_step(dckpt: Run) -> None:
     put(ObjectPath.of(url), "step-00000008/.dckpt/claims/1.json", b"garbage")
     lost = ObjectPath.of(data_url(f"{url}/step-00000002")) / "common.pt"
     lost.store.delete([lost.key])
-    found = {row["step"]: row["state"] for row in dckpt("ls", url, "--json").json["steps"]}
-    assert found == {
-        "1": "whole",
-        "2": "damaged",
-        "3": "whole",
-        "4": "unfinished",
-        "5": "being saved",
-        "6": "unfinished",
-        "7": "no checkpoint",
-        "8": "unfinished",
-    }
+    found = states(dckpt, url)
+    assert [found[n] for n in "123"] == ["whole", "damaged", "whole"]
+    assert [found[n] for n in "456"] == ["unfinished", "being saved", "unfinished"]
+    assert [found[n] for n in "78"] == ["no checkpoint", "unfinished"]
     held.abandon()
 
 
@@ -415,7 +347,7 @@ def test_a_folder_of_a_store_that_is_no_run(dckpt: Run) -> None:
 
 
 def test_following_a_save_into_a_store(dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = run_of(1)
+    url = managed(new_url(), 1)
     may_commit, looks, more_looks = threading.Event(), iter(range(3)), iter(range(3))
 
     def pause() -> None:

@@ -221,15 +221,6 @@ def _trained(steps: int = 2) -> Names:
     return {"model": model, "optimizer": optimizer}
 
 
-def backend(number: int, names: Names) -> None:
-    del number, names
-
-
-def whole_program(number: int, names: Names) -> None:
-    """The listing defines functions; tests/examples runs them on ranks."""
-    del number, names
-
-
 def torch_state(number: int, names: Names) -> None:
     if number:
         return
@@ -290,6 +281,7 @@ def from_torch_save(number: int, names: Names) -> None:
 
 def nothing(number: int, names: Names) -> None:
     """The page defines all that it uses."""
+    del number, names
 
 
 def from_deepspeed(number: int, names: Names) -> None:
@@ -301,12 +293,12 @@ def from_deepspeed(number: int, names: Names) -> None:
 SCENES: Final[dict[str, Scene]] = {
     "README.md": readme,
     "docs/async.md": asynchronous,
-    "docs/backend.md": backend,
+    "docs/backend.md": nothing,
     "docs/concepts.md": concepts,
     "docs/converting.md": converting,
     "docs/recipes.md": recipes,
     "docs/formats.md": formats,
-    "docs/fsdp2.md": whole_program,
+    "docs/fsdp2.md": nothing,  # tests/examples runs it on ranks
     "docs/fully_parallel.md": fully_parallel,
     "docs/hugging_face.md": hugging_face,
     "docs/incremental.md": incremental,

@@ -54,7 +54,11 @@ def commit(root: Path, *steps: int) -> CheckpointManager:
     return manager
 
 
-FINISHED = Story(exit_codes=[0, 0], losses=[(1, (2.0).hex()), (2, (1.0).hex())])
+def story(*losses: tuple[int, float], resumed: int | None = None) -> Story:
+    return Story([0, 0], resumed, [], [(step, loss.hex()) for step, loss in losses])
+
+
+FINISHED = story((1, 2.0), (2, 1.0))
 
 
 def test_a_training_as_it_should_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,52 +68,46 @@ def test_a_training_as_it_should_be(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert course.reached == 2
 
 
-def test_another_loss_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit(tmp_path, 1, 2)
-    story = Story(exit_codes=[0, 0], losses=[(1, (2.0).hex()), (2, (1.0 + 2**-40).hex())])
-    with pytest.raises(ChaosError, match="step 2: loss"):
-        course_of(story, tmp_path, monkeypatch)
-
-
-def test_a_lost_checkpoint_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit(tmp_path, 1)
-    course = Course(Job(tmp_path, "tensorstore", 2, 1), reached=2)
-    monkeypatch.setattr("chaos_course.Life", lambda _: ToldLife(FINISHED))
-    mayhem = Mayhem(world_size=2, random=random.Random(1), kills=0, deadline=0.0)
-    with pytest.raises(ChaosError, match="step 2 was committed, and now the newest is 1"):
-        mayhem.run(course, None, lambda _: None)
-
-
-def test_going_on_from_an_old_checkpoint_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (story((1, 2.0), (2, 1.0 + 2**-40)), "step 2: loss"),
+        (story((1, 2.0)), "before its last step"),
+        (Story([1, 0], errors={0: "OSError: no space"}), "OSError: no space"),
+    ],
+    ids=["another loss", "missing steps", "an end without a kill"],
+)
+def test_what_must_not_happen_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Story, words: str
 ) -> None:
     commit(tmp_path, 1, 2)
-    course = Course(Job(tmp_path, "tensorstore", 2, 1), reached=2)
-    story = Story(exit_codes=[0, 0], resumed=1, losses=[(2, (1.0).hex())])
-    monkeypatch.setattr("chaos_course.Life", lambda _: ToldLife(story))
-    mayhem = Mayhem(world_size=2, random=random.Random(1), kills=0, deadline=0.0)
-    with pytest.raises(ChaosError, match="resumed from step 1, but step 2 was committed"):
-        mayhem.run(course, {2: (1.0).hex()}, lambda _: None)
+    with pytest.raises(ChaosError, match=words):
+        course_of(told, tmp_path, monkeypatch)
 
 
 def test_a_damaged_checkpoint_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = commit(tmp_path, 1, 2)
-    damage(manager.folder(1))
+    damage(commit(tmp_path, 1, 2).folder(1))
     with pytest.raises(ChaosError, match="step 1 is committed, but not whole"):
         course_of(FINISHED, tmp_path, monkeypatch)
 
 
-def test_an_end_without_a_kill_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    story = Story(exit_codes=[1, 0], errors={0: "OSError: no space"})
-    with pytest.raises(ChaosError, match="OSError: no space"):
-        course_of(story, tmp_path, monkeypatch)
-
-
-def test_steps_that_are_missing_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit(tmp_path, 1, 2)
-    story = Story(exit_codes=[0, 0], losses=[(1, (2.0).hex())])
-    with pytest.raises(ChaosError, match="before its last step"):
-        course_of(story, tmp_path, monkeypatch)
+@pytest.mark.parametrize(
+    ("committed", "told", "words"),
+    [
+        ([1], FINISHED, "step 2 was committed, and now the newest is 1"),
+        ([1, 2], story((2, 1.0), resumed=1), "resumed from step 1, but step 2 was committed"),
+    ],
+    ids=["lost", "an old one"],
+)
+def test_a_lost_checkpoint_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed: list[int], told: Story, words: str
+) -> None:
+    commit(tmp_path, *committed)
+    course = Course(Job(tmp_path, "tensorstore", 2, 1), reached=2)
+    monkeypatch.setattr("chaos_course.Life", lambda _: ToldLife(told))
+    mayhem = Mayhem(world_size=2, random=random.Random(1), kills=0, deadline=0.0)
+    with pytest.raises(ChaosError, match=words):
+        mayhem.run(course, {2: (1.0).hex()} if told.resumed else None, lambda _: None)
 
 
 def test_the_table_counts(tmp_path: Path) -> None:

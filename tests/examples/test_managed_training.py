@@ -41,6 +41,7 @@ class Run:
     def __init__(
         self, root: Path, text: Text, until: int = STEPS, terminate_at: int | None = None
     ) -> None:
+        self.root = root
         self.resumed: int | None = None
         self.losses: dict[int, float] = {}
         self._terminate_at = terminate_at
@@ -66,17 +67,23 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def expected(text: Text, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of a training that nobody disturbed."""
+def undisturbed(text: Text, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A training that nobody disturbed."""
     torch.set_num_threads(1)
-    return Run(tmp_path_factory.mktemp("undisturbed"), text).losses
+    return Run(tmp_path_factory.mktemp("undisturbed"), text)
 
 
-def test_every_step_is_trained_and_the_last_one_is_saved(tmp_path: Path, text: Text) -> None:
-    run = Run(tmp_path, text)
-    assert run.resumed is None
-    assert list(run.losses) == list(range(1, STEPS + 1))
-    assert run.manager.steps() == [2, 4, 6, 8, STEPS]
+@pytest.fixture
+def expected(undisturbed: Run) -> dict[int, float]:
+    return undisturbed.losses
+
+
+def test_every_step_is_trained_once_and_the_last_one_is_saved(undisturbed: Run, text: Text) -> None:
+    assert undisturbed.resumed is None
+    assert list(undisturbed.losses) == list(range(1, STEPS + 1))
+    assert undisturbed.manager.steps() == [2, 4, 6, 8, STEPS]
+    again = Run(undisturbed.root, text)
+    assert (again.resumed, again.losses) == (STEPS, {})
 
 
 @pytest.mark.parametrize("stopped_at", [4, 5])
@@ -87,13 +94,6 @@ def test_a_resumed_training_has_the_same_losses(
     second = Run(tmp_path, text)
     assert second.resumed == stopped_at
     assert first.losses | second.losses == expected
-
-
-def test_a_training_that_has_ended_is_left_alone(tmp_path: Path, text: Text) -> None:
-    Run(tmp_path, text)
-    again = Run(tmp_path, text)
-    assert again.resumed == STEPS
-    assert again.losses == {}
 
 
 def test_a_damaged_checkpoint_is_passed_over(

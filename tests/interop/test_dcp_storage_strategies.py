@@ -26,7 +26,7 @@ from dist_checkpointing.interop import (
 from dist_checkpointing.strategies import StrategyAction, default_strategies
 from dist_checkpointing.testing import StrategyConformance, run_ranks
 from few_worlds import FewWorlds
-from states import between, shard
+from states import between, flat, save_on, shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -82,18 +82,15 @@ def state(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-def save_on(world_size: int, folder: Path, writer: Any) -> None:
-    def one(comm: Any) -> None:
-        given = state(comm.rank, world_size)
-        dc.save(given, folder, DCPStorageSaveStrategy(writer), comm=comm)
-
-    run_ranks(world_size, one)
+def saved_on(world_size: int, folder: Path, writer: Any) -> None:
+    strategy = DCPStorageSaveStrategy(writer)
+    save_on(world_size, lambda comm: state(comm.rank, world_size), folder, strategy)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_storage_keeps_every_sharding(tmp_path: Path, pair: str) -> None:
     writer, reader = PAIRS[pair]
-    save_on(4, tmp_path, writer)
+    saved_on(4, tmp_path, writer)
 
     def one(comm: Any) -> Any:
         start, stop = (0, 3) if comm.rank == 0 else (3, 10)
@@ -116,16 +113,11 @@ def test_every_storage_keeps_every_sharding(tmp_path: Path, pair: str) -> None:
         assert torch.equal(torch.stack(own["layers"]), LAYERS)
         assert torch.equal(own["half"], FULL[0].to(torch.bfloat16))
         assert (own["rng"], own["step"]) == ([2], 9)
-
-
-@pytest.mark.parametrize("pair", ["files", "fsspec", "safetensors"])
-def test_dcp_itself_reads_the_folder(tmp_path: Path, pair: str) -> None:
-    writer, reader = PAIRS[pair]
-    save_on(4, tmp_path, writer)
-    found = {"rows": torch.zeros(7, 10), "layers": torch.zeros(4, 3, 2, dtype=torch.int64)}
-    dcp_load(found, storage_reader=reader(str(tmp_path / "dcp")))
-    assert torch.equal(found["rows"], FULL)
-    assert torch.equal(found["layers"], LAYERS)
+    # DCP itself reads the folder.
+    wholes = {"rows": torch.zeros(7, 10), "layers": torch.zeros(4, 3, 2, dtype=torch.int64)}
+    dcp_load(wholes, storage_reader=reader(str(tmp_path / "dcp")))
+    assert torch.equal(wholes["rows"], FULL)
+    assert torch.equal(wholes["layers"], LAYERS)
 
 
 @pytest.mark.parametrize("pair", ["files", "fsspec", "safetensors"])
@@ -151,13 +143,10 @@ def test_a_folder_that_dcp_alone_has_written(tmp_path: Path, pair: str) -> None:
 def test_flattened_ranges_are_stored_as_boxes_that_dcp_reads(tmp_path: Path) -> None:
     cuts = [0, 13, 58, 70]
 
-    def one(comm: Any) -> None:
-        part = slice(cuts[comm.rank], cuts[comm.rank + 1])
-        data = FULL.reshape(-1)[part]
-        leaf = dc.ShardedTensor.from_rank_offsets_flat("f", data, (7, 10), flattened_range=part)
-        dc.save({"f": leaf}, tmp_path, DCPStorageSaveStrategy(writes_files), comm=comm)
+    def one(comm: Any) -> dict[str, Any]:
+        return {"f": flat("f", FULL, *cuts[comm.rank : comm.rank + 2])}
 
-    run_ranks(3, one)
+    save_on(3, one, tmp_path, DCPStorageSaveStrategy(writes_files))
     found = {"f": torch.zeros(7, 10)}
     dcp_load(found, storage_reader=FileSystemReader(tmp_path / "dcp"))
     assert torch.equal(found["f"], FULL)
@@ -188,10 +177,9 @@ def test_a_safetensors_file_cannot_hold_two_parts_of_a_tensor(tmp_path: Path) ->
 def test_the_reader_must_be_passed_or_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_on(1, tmp_path, writes_files)
-    with pytest.raises(
-        dc.StrategyNotFoundError, match=r"Pass sharded_strategy=DCPStorageLoadStrategy"
-    ):
+    saved_on(1, tmp_path, writes_files)
+    text = r"Pass sharded_strategy=DCPStorageLoadStrategy"
+    with pytest.raises(dc.StrategyNotFoundError, match=text):
         dc.load_plain_tensors(tmp_path)
     assert dc.load_common_state_dict(tmp_path) == {"step": 9}
     loads = default_strategies[StrategyAction.LOAD_SHARDED.value]
@@ -199,33 +187,28 @@ def test_the_reader_must_be_passed_or_registered(
     assert torch.equal(dc.load_plain_tensors(tmp_path)["rows"], FULL)
 
 
-@pytest.mark.parametrize("damage", ["missing", "garbage"])
-def test_metadata_that_cannot_be_read(tmp_path: Path, damage: str) -> None:
-    save_on(1, tmp_path, writes_files)
-    path = tmp_path / "dcp" / ".metadata"
-    path.unlink() if damage == "missing" else path.write_bytes(b"garbage")
-    template = {"rows": shard("rows", torch.zeros(7, 10))}
-    with pytest.raises(
-        dc.CorruptCheckpointError, match="FileSystemReader cannot read its metadata"
-    ):
-        dc.load(template, tmp_path, DCPStorageLoadStrategy(FileSystemReader))
+class Lies(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = super().read_metadata(*args, **kwargs)
+        metadata.state_dict_metadata["rows"].chunks[0].offsets = torch.Size((5, 0))  # type: ignore[union-attr]
+        return metadata
 
 
-def test_numbers_in_metadata_are_not_believed(tmp_path: Path) -> None:
-    class Lies(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            metadata = super().read_metadata(*args, **kwargs)
-            metadata.state_dict_metadata["rows"].chunks[0].offsets = torch.Size((5, 0))  # type: ignore[union-attr]
-            return metadata
-
-    save_on(1, tmp_path, writes_files)
+def test_metadata_that_cannot_be_read_or_believed(tmp_path: Path) -> None:
+    saved_on(1, tmp_path, writes_files)
     template = {"rows": shard("rows", torch.zeros(7, 10))}
     with pytest.raises(dc.CorruptCheckpointError, match="'rows' has pieces outside of it"):
         dc.load(template, tmp_path, DCPStorageLoadStrategy(Lies))
+    path = tmp_path / "dcp" / ".metadata"
+    for damage in (lambda: path.write_bytes(b"garbage"), path.unlink):
+        damage()
+        text = "FileSystemReader cannot read its metadata"
+        with pytest.raises(dc.CorruptCheckpointError, match=text):
+            dc.load(template, tmp_path, DCPStorageLoadStrategy(FileSystemReader))
 
 
 def test_what_differs_is_found_before_anything_is_read(tmp_path: Path) -> None:
-    save_on(2, tmp_path, writes_files)
+    saved_on(2, tmp_path, writes_files)
     template = {
         "rows": shard("rows", torch.zeros(8, 10)),
         "half": shard("half", torch.zeros(10)),

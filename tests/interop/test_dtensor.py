@@ -109,15 +109,17 @@ def test_every_placement_saves_the_whole_tensor_and_loads_in_place(
 ) -> None:
     mesh_shape, shape, placements = CASES[case]
     full = whole(*shape)
-    save_all(states(mesh_shape, lambda mesh: {"w": cut(full, mesh, placements)}), tmp_path)
-    assert torch.equal(dc.load_plain_tensors(tmp_path)["w"], full)
+    save_all(states(mesh_shape, lambda mesh: {"w": cut(full, mesh, placements)}), tmp_path / "c")
+    assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], full)
 
     expected = on_each_rank(mesh_shape, lambda mesh: cut(full, mesh, placements).to_local())
     given = on_each_rank(
         mesh_shape, lambda mesh: {"w": cut(torch.zeros_like(full), mesh, placements)}
     )
     templates = sharded(given)
-    found = run_ranks(len(given), lambda comm: dc.load(templates[comm.rank], tmp_path, comm=comm))
+    found = run_ranks(
+        len(given), lambda comm: dc.load(templates[comm.rank], tmp_path / "c", comm=comm)
+    )
     for own, loaded, part in zip(given, found, expected, strict=True):
         memory = own["w"].to_local().data_ptr()
         restored = unshard_state_dict(loaded, own)
@@ -125,22 +127,15 @@ def test_every_placement_saves_the_whole_tensor_and_loads_in_place(
         assert restored["w"].to_local().data_ptr() == memory == loaded["w"].data_ptr()
         assert torch.equal(restored["w"].to_local(), part)
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_dtensor_as_one_shard(case: str, tmp_path: Path) -> None:
-    mesh_shape, shape, placements = CASES[case]
-    full = whole(*shape)
-
-    def wrap(mesh: Any) -> dc.ShardedTensor:
-        return dc.ShardedTensor.from_dtensor("w", cut(full, mesh, placements))
+    def as_one_shard(mesh: Any) -> dict[str, dc.ShardedTensor]:
+        return {"w": dc.ShardedTensor.from_dtensor("w", cut(full, mesh, placements))}
 
     if case.startswith("interleaved"):
         with pytest.raises(dc.InvalidShardingError, match=r"not neighbours.*shard_state_dict"):
-            on_each_rank(mesh_shape, wrap)
-        return
-    shards = on_each_rank(mesh_shape, wrap)
-    save_all([{"w": shard} for shard in shards], tmp_path)
-    assert torch.equal(dc.load_plain_tensors(tmp_path)["w"], full)
+            on_each_rank(mesh_shape, as_one_shard)
+    else:
+        save_all(on_each_rank(mesh_shape, as_one_shard), tmp_path / "one")
+        assert torch.equal(dc.load_plain_tensors(tmp_path / "one")["w"], full)
 
 
 def test_a_wrapped_state_travels_between_processes(tmp_path: Path) -> None:
@@ -190,21 +185,21 @@ def test_other_meshes_load_what_one_has_saved(tmp_path: Path) -> None:
         ((2, 3), [Replicate(), Shard(0)]),
     ]
     for mesh_shape, placements in others:
-        assert_loads(full, tmp_path, mesh_shape, placements)
+
+        def of(tensor: torch.Tensor, own: Placements = placements) -> Callable[[Any], Any]:
+            return lambda mesh: {"w": cut(tensor, mesh, own)}
+
+        given = states(mesh_shape, of(full * 0))
+
+        def load(comm: Any, own: list[Any] = given) -> Any:
+            return dc.load(own[comm.rank], tmp_path, comm=comm)
+
+        found = run_ranks(len(given), load)
+        for loaded, part in zip(found, on_each_rank(mesh_shape, of(full)), strict=True):
+            assert torch.equal(loaded["w"], part["w"].to_local())
 
 
-def assert_loads(
-    full: torch.Tensor, folder: Path, mesh_shape: tuple[int, ...], placements: Placements
-) -> None:
-    templates = states(mesh_shape, lambda mesh: {"w": cut(full * 0, mesh, placements)})
-    expected = on_each_rank(mesh_shape, lambda mesh: cut(full, mesh, placements).to_local())
-    found = run_ranks(
-        len(templates), lambda comm: dc.load(templates[comm.rank], folder, comm=comm)["w"]
-    )
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-def test_replicas_are_numbered_in_rank_order() -> None:
+def test_replicas_are_numbered_in_rank_order_and_even_cuts_are_a_grid() -> None:
     found = states((2, 2), lambda mesh: {"w": cut(whole(4, 2), mesh, [Replicate(), Shard(0)])})
     assert [state["w"].replica_id for state in found] == [0, 0, 1, 1]
     assert [state["w"].global_offset for state in found] == [(0, 0), (2, 0)] * 2
@@ -212,9 +207,6 @@ def test_replicas_are_numbered_in_rank_order() -> None:
     assert [state["w"].replica_id for state in both] == [0, 1, 2, 3]
     plain = states((3,), lambda _: {"w": whole(2)})
     assert [state["w"].replica_id for state in plain] == [0, 1, 2]
-
-
-def test_even_cuts_are_declared_as_a_grid_and_uneven_ones_are_not() -> None:
     even = states((2, 2), lambda mesh: {"w": fsdp_over_tp(whole(8, 3), mesh, 0)})
     assert [state["w"].axis_fragmentations for state in even] == [(4, 1)] * 4
     uneven = states((4,), lambda mesh: {"w": cut(whole(7, 3), mesh, [Shard(0)])})

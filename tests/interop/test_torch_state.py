@@ -90,35 +90,22 @@ def test_a_training_goes_on_as_without_a_break(name: str, tmp_path: Path) -> Non
     assert train(model, optimizer, scheduler) == expected
 
 
-def test_tensors_that_are_there_are_filled_in_place(tmp_path: Path) -> None:
+def test_nothing_is_copied_and_what_is_there_is_filled_in_place(tmp_path: Path) -> None:
     model = model_of()
     optimizer = trained(model)
     state = TorchState(model, optimizer)
+    own = [(p, p.data_ptr(), optimizer.state[p]["exp_avg"].data_ptr()) for p in model.parameters()]
+    (taken,) = run_ranks(1, state.sharded_state_dict)
+    assert taken["model"]["0.weight"].data.data_ptr() == own[0][1]
+    assert taken["optimizer"]["state"]["0.weight"]["exp_avg"].data.data_ptr() == own[0][2]
     dc.save(state, tmp_path / "ckpt")
     expected = train(model, optimizer)
-    own = [(p, p.data_ptr(), optimizer.state[p]["exp_avg"].data_ptr()) for p in model.parameters()]
     dc.load(state, tmp_path / "ckpt")
     assert all(
         p.data_ptr() == at and optimizer.state[p]["exp_avg"].data_ptr() == its_state
         for p, at, its_state in own
     )
     assert train(model, optimizer) == expected
-
-
-def test_what_is_saved_is_no_copy() -> None:
-    model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, steps=1)
-    taken: dict[str, Any] = {}
-
-    def take(comm: Any) -> None:
-        taken.update(TorchState(model, optimizer).sharded_state_dict(comm))
-
-    run_ranks(1, take)
-    weight: Any = model[0].weight
-    assert taken["model"]["0.weight"].data.data_ptr() == weight.data_ptr()
-    exp_avg = taken["optimizer"]["state"]["0.weight"]["exp_avg"]
-    assert exp_avg.data.data_ptr() == optimizer.state[weight]["exp_avg"].data_ptr()
 
 
 def test_state_from_before_the_first_step_takes_later_state_away(tmp_path: Path) -> None:
@@ -132,27 +119,12 @@ def test_state_from_before_the_first_step_takes_later_state_away(tmp_path: Path)
     assert train(model, optimizer) == expected
 
 
-def test_state_keeps_a_dtype_of_its_own(tmp_path: Path) -> None:
+def test_optimizer_state_keeps_dtypes_values_and_nests_of_its_own(tmp_path: Path) -> None:
     """torch's own load_state_dict casts it to the dtype of the parameter."""
     model = nn.Linear(3, 2).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {
-            "step": torch.tensor(5.0),
-            "exp_avg": torch.rand(parameter.shape),
-            "exp_avg_sq": torch.rand(parameter.shape),
-        }
-    dc.save(TorchState(model, optimizer), tmp_path / "ckpt")
-    saved = bits(optimizer.state_dict())
-    other = torch.optim.AdamW(model.parameters())
-    dc.load(TorchState(model, other), tmp_path / "ckpt")
-    assert bits(other.state_dict()) == saved
-
-
-def test_values_and_nests_in_optimizer_state(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = {"step": 7, "factors": {0: torch.rand(2, 2), 1: torch.rand(3, 3)}, "flag": None}
+    factors = {0: torch.rand(2, 2), 1: torch.rand(3, 3)}
+    made = {"step": 7, "exp_avg": torch.rand(2, 3), "factors": factors, "flag": None}
     optimizer.state[model.weight] = copy.deepcopy(made)
     state = TorchState(model, optimizer)
     dc.save(state, tmp_path / "ckpt")
@@ -255,51 +227,43 @@ def test_only_a_training_continues_with_the_random_numbers_of_the_save(tmp_path:
     assert bits(rng_state()) == at_save
 
 
-def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+class Reversed(Tied):
+    """The first name of its tie is the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embed, head = self.embed, self.head
+        del self.embed, self.head
+        self.head, self.embed = head, embed
+
+
+@pytest.mark.parametrize(("kind", "first"), [(Tied, "embed.weight"), (Reversed, "head.weight")])
+def test_tied_weights_are_stored_once(kind: type[Tied], first: str, tmp_path: Path) -> None:
     model = Tied()
     optimizer = trained(model)
     dc.save(TorchState(model, optimizer), tmp_path / "ckpt")
     keys = [key for key in dc.load_tensors_metadata(tmp_path / "ckpt") if key.startswith("model.")]
     assert keys == ["model.embed.weight"]
     expected = train(model, optimizer)
-    model = Tied()
-    optimizer = torch.optim.AdamW(model.parameters())
-    dc.load(TorchState(model, optimizer), tmp_path / "ckpt")
-    assert model.head.weight is model.embed.weight
-    assert train(model, optimizer) == expected
+    other = kind()
+    assert next(iter(other.state_dict())) == first
+    own = torch.optim.AdamW(other.parameters())
+    dc.load(TorchState(other, own), tmp_path / "ckpt")
+    assert other.head.weight is other.embed.weight
+    assert train(other, own) == expected
 
 
 def test_tied_weights_into_a_model_without_ties_and_back(tmp_path: Path) -> None:
-    tied = Tied()
+    tied, apart = Tied(), Tied(is_tied=False)
     dc.save(TorchState(tied), tmp_path / "tied")
-    apart = Tied(is_tied=False)
     dc.load(TorchState(apart), tmp_path / "tied")
-    assert torch.equal(apart.embed.weight, tied.embed.weight)
-    assert torch.equal(apart.head.weight, tied.embed.weight)
+    for layer in (apart.embed, apart.head):
+        assert torch.equal(layer.weight, tied.embed.weight)
     assert apart.head.weight is not apart.embed.weight
     apart.head.weight.data.zero_()
     dc.save(TorchState(apart), tmp_path / "apart")
     dc.load(TorchState(tied), tmp_path / "apart")
     assert torch.equal(tied.head.weight, apart.embed.weight)
-
-
-def test_a_tie_whose_first_name_is_another_one(tmp_path: Path) -> None:
-    class Reversed(Tied):
-        def __init__(self) -> None:
-            super().__init__()
-            embed, head = self.embed, self.head
-            del self.embed, self.head
-            self.head, self.embed = head, embed
-
-    model = Tied()
-    optimizer = trained(model)
-    dc.save(TorchState(model, optimizer), tmp_path / "ckpt")
-    expected = train(model, optimizer)
-    other = Reversed()
-    assert next(iter(other.state_dict())) == "head.weight"
-    own = torch.optim.AdamW(other.parameters())
-    dc.load(TorchState(other, own), tmp_path / "ckpt")
-    assert train(other, own) == expected
 
 
 def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
@@ -380,18 +344,20 @@ def test_what_differs_between_ranks_is_kept_for_each(
     model = model_of()
 
     def save_own(comm: Any) -> None:
-        parts: Any = {"loader": Loader(10 + comm.rank), "same": Loader(3)}
+        own = {"loader": Loader(10 + comm.rank), "mean": {"x": torch.tensor([0.5, comm.rank])}}
+        parts: Any = {**own, "same": Loader(3), "ones": {"w": torch.ones(3)}}
         dc.save(TorchState(model, **parts), tmp_path / "ckpt", comm=comm)
 
-    def load_own(comm: Any) -> tuple[int, int]:
-        parts: Any = {"loader": Loader(), "same": Loader()}
+    def load_own(comm: Any) -> list[Any]:
+        parts: Any = {"loader": Loader(), "mean": {"x": torch.zeros(2)}, "same": Loader()}
         dc.load(TorchState(model_of(), **parts), tmp_path / "ckpt", comm=comm)
-        return parts["loader"].position, parts["same"].position
+        return [parts["loader"].position, parts["mean"]["x"].tolist(), parts["same"].position]
 
     run_ranks(3, save_own)
-    assert run_ranks(3, load_own) == [(10, 3), (11, 3), (12, 3)]
+    assert "ones.w" in dc.load_tensors_metadata(tmp_path / "ckpt")
+    assert run_ranks(3, load_own) == [[10 + rank, [0.5, rank], 3] for rank in range(3)]
     with caplog.at_level(logging.WARNING):
-        assert run_ranks(2, load_own) == [(0, 3), (0, 3)]
+        assert run_ranks(2, load_own) == [[0, [0.0, 0.0], 3]] * 2
     assert "loader is not restored: each of 3 ranks has saved its own" in caplog.text
 
 
@@ -456,15 +422,27 @@ def test_manager_async_save_and_fingerprint(tmp_path: Path) -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    model = model_of()
+    model: Any = model_of()
     with pytest.raises(ValueError, match="'rng' is reserved"):
         TorchState(model, rng={})
     with pytest.raises(TypeError, match="lr must be a module, a dict, or have state_dict"):
         TorchState(model, lr=0.1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Module, not a OrderedDict"):
+        TorchState(model.state_dict())
+    wrong: Any
+    for wrong, name in ((None, "NoneType"), (model, "Sequential"), ([model], "Sequential")):
+        with pytest.raises(TypeError, match=f"optimizer must be an optimizer, .*found {name}"):
+            TorchState(model, wrong)
     foreign = torch.optim.SGD(model_of().parameters(), lr=0.1)
     with pytest.raises(dc.InvalidShardingError, match="that the model does not have"):
         dc.save(TorchState(model, foreign), tmp_path / "ckpt")
-    dc.save(TorchState(model), tmp_path / "ckpt")
+    step: Any
+    step = 0.5
+    with pytest.raises(dc.RankFailedError, match="'float' object cannot be interpreted"):
+        dc.save(TorchState(model, step=step), tmp_path / "ckpt")
+    step = torch.tensor(7)
+    dc.save(TorchState(model, step=step), tmp_path / "ckpt")
+    assert dc.load_common_state_dict(tmp_path / "ckpt")["step"] == 7
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for state, words in (
         (TorchState(model, optimizer), "the checkpoint has no optimizer"),
@@ -515,13 +493,9 @@ def test_a_class_of_a_user(tmp_path: Path) -> None:
     assert all(torch.equal(other.w, own[0].w) for other in others)
     assert [other.loaded["count"] for other in others] == [3, 3]
 
-
-def test_all_ranks_hear_of_one_that_cannot_be_restored(tmp_path: Path) -> None:
-    run_ranks(2, lambda comm: dc.save(Own(), tmp_path / "ckpt", comm=comm))
-
-    def load_own(comm: Any) -> str:
+    def fails_on_rank_1(comm: Any) -> str:
         with pytest.raises(dc.RankFailedError) as caught:
             dc.load(Own(fails=comm.rank == 1), tmp_path / "ckpt", comm=comm)
         return str(caught.value)
 
-    assert all("cannot be restored" in text for text in run_ranks(2, load_own))
+    assert all("cannot be restored" in text for text in run_ranks(2, fails_on_rank_1))

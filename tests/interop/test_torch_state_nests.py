@@ -12,7 +12,6 @@ from torch.optim import lr_scheduler
 
 import dist_checkpointing as dc
 from dist_checkpointing.interop import TorchState
-from dist_checkpointing.testing import run_ranks
 
 
 def model_of(seed: int) -> nn.Sequential:
@@ -151,24 +150,6 @@ def test_extra_state_may_have_other_tensors(saved: Any, own: Any, tmp_path: Path
         dc.load(TorchState(nn.Sequential(Extra(ONES))), tmp_path / "without")
 
 
-def test_floats_that_differ_between_ranks_are_kept_for_each(tmp_path: Path) -> None:
-    model = nn.Linear(1, 1)
-
-    def save_own(comm: Any) -> None:
-        own = Holder({"mean": torch.tensor([0.5, comm.rank])})
-        dc.save(TorchState(model, own=own, same=Holder({"w": ONES})), tmp_path / "ckpt", comm=comm)
-
-    def load_own(comm: Any) -> Any:
-        own = Holder({"mean": torch.zeros(2)})
-        state = TorchState(nn.Linear(1, 1), own=own, same=Holder({"w": torch.zeros(3)}))
-        dc.load(state, tmp_path / "ckpt", comm=comm)
-        return own.state["mean"].tolist()
-
-    run_ranks(2, save_own)
-    assert "same.w" in dc.load_tensors_metadata(tmp_path / "ckpt")
-    assert run_ranks(2, load_own) == [[0.5, 0.0], [0.5, 1.0]]
-
-
 def two_groups(model: nn.Module, *, is_reversed: bool) -> list[dict[str, Any]]:
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.1},
@@ -272,19 +253,3 @@ def test_another_optimizer_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureF
     assert not caplog.text
     dc.load(TorchState(model, torch.optim.Adam(model.parameters())), tmp_path / "ckpt")
     assert "Adam has no dampening, momentum, nesterov, but the optimizer that" in caplog.text
-
-
-def test_arguments_of_a_wrong_kind(tmp_path: Path) -> None:
-    model: Any = nn.Linear(1, 1)
-    with pytest.raises(TypeError, match="Module, not a OrderedDict"):
-        TorchState(model.state_dict())
-    wrong: Any
-    for wrong, name in ((None, "NoneType"), (model, "Linear"), ([model], "Linear")):
-        with pytest.raises(TypeError, match=f"optimizer must be an optimizer, .*found {name}"):
-            TorchState(model, wrong)
-    wrong_step: Any = 0.5
-    with pytest.raises(dc.RankFailedError, match="'float' object cannot be interpreted"):
-        dc.save(TorchState(model, step=wrong_step), tmp_path / "ckpt")
-    of_tensor: Any = torch.tensor(7)
-    dc.save(TorchState(model, step=of_tensor), tmp_path / "ckpt")
-    assert dc.load_common_state_dict(tmp_path / "ckpt")["step"] == 7

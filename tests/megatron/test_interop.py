@@ -17,6 +17,7 @@ import dist_checkpointing as dc
 from dist_checkpointing.format import Attempt
 from dist_checkpointing.interop import megatron
 from real_ranks import run_script
+from samples import Run
 from scripts import run_fresh
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -36,6 +37,7 @@ def fake_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     monkeypatch.syspath_prepend(str(theirs))
     for name in [n for n in sys.modules if n.partition(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
+    megatron.install()
     yield theirs
     megatron.uninstall()
     for name in [n for n in sys.modules if n.partition(".")[0] == "megatron"]:
@@ -54,7 +56,6 @@ def shard(key: str, data: torch.Tensor, **more: Any) -> dc.ShardedTensor:
 
 
 def test_the_package_and_what_is_below_it_resolve_to_ours() -> None:
-    megatron.install()
     package = theirs()
     assert package.ShardedTensor is dc.ShardedTensor
     assert not hasattr(package, "theirs")
@@ -71,7 +72,6 @@ def test_the_package_and_what_is_below_it_resolve_to_ours() -> None:
 
 
 def test_uninstall_lets_the_next_import_find_the_real_one() -> None:
-    megatron.install()
     theirs("strategies.torch")
     megatron.uninstall()
     assert theirs().theirs
@@ -80,7 +80,6 @@ def test_uninstall_lets_the_next_import_find_the_real_one() -> None:
 
 
 def test_a_second_install_changes_the_arguments(tmp_path: Path) -> None:
-    megatron.install()
     with pytest.raises(dc.StrategyNotFoundError, match="nonsense"):
         megatron.install(backend="nonsense")
     megatron.install(backend="tensorstore")
@@ -101,7 +100,6 @@ def test_a_second_install_changes_the_arguments(tmp_path: Path) -> None:
     ],
 )
 def test_a_name_that_is_left_out_says_so_on_import_and_on_use(module: str, name: str) -> None:
-    megatron.install()
     found: dict[str, Any] = {}
     with pytest.warns(UserWarning, match="is internal to Megatron's way of saving"):
         exec(f"from {PACKAGE}.{module} import {name}", found)
@@ -115,7 +113,6 @@ def test_a_name_that_is_left_out_says_so_on_import_and_on_use(module: str, name:
     "module", ["state_dict_saver", "two_stage", "cached_metadata_filesystem_reader", "resharding"]
 )
 def test_a_module_that_is_left_out_says_so_on_import(module: str) -> None:
-    megatron.install()
     with pytest.raises(ImportError, match=rf"{module} is internal to Megatron's way of saving"):
         theirs(f"strategies.{module}")
 
@@ -133,7 +130,7 @@ print(sys.argv[2:], neighbour.__name__)
 
 
 @pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
-def test_a_script_is_run(tmp_path: Path, fake_megatron: Path, backend: str) -> None:
+def test_a_script_is_run(tmp_path: Path, fake_megatron: Path, dckpt: Run, backend: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "neighbour.py").touch()
     run_module = "runpy.run_module('dist_checkpointing.interop.megatron', None, '__main__', True)"
@@ -146,8 +143,7 @@ def test_a_script_is_run(tmp_path: Path, fake_megatron: Path, backend: str) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout == "['--backend', 'x'] neighbour\n"
     assert dc.load_plain_tensors(tmp_path / "ckpt")["w"].tolist() == [0, 1, 2, 3]
-    listed = run_fresh("-m", "dist_checkpointing", "ls", tmp_path / "ckpt", timeout=120)
-    assert "float32" in listed.stdout, listed.stderr
+    assert "float32" in dckpt("ls", tmp_path / "ckpt").out
 
 
 # Save, load and their defaults.
@@ -179,7 +175,6 @@ def test_what_megatron_wrote_is_overwritten_once_the_plan_stands(
 def test_a_save_that_is_cut_off_after_the_folder_was_adopted_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    megatron.install()
     folder = tmp_path / "ckpt"
     shutil.copytree(GOLDEN / "mc0.15.3_torch_dist", folder)
     before = dc.load_plain_tensors(folder)
@@ -190,7 +185,6 @@ def test_a_save_that_is_cut_off_after_the_folder_was_adopted_leaves_the_old_chec
 
 
 def test_what_an_unfinished_save_of_megatron_left_is_replaced(tmp_path: Path) -> None:
-    megatron.install()
     (tmp_path / "__3_1.distcp").write_text("half")
     (tmp_path / "__0_0.distcp").write_text("half")
     theirs().save({"w": shard("w", torch.ones(2))}, str(tmp_path))
@@ -210,7 +204,6 @@ def test_other_files_are_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_an_array_beside_a_checkpoint_of_torch_dist_is_kept(tmp_path: Path) -> None:
-    megatron.install()
     folder = tmp_path / "ckpt"
     shutil.copytree(GOLDEN / "mc0.15.3_torch_dist", folder)
     (folder / "tokens").mkdir()
@@ -220,7 +213,6 @@ def test_an_array_beside_a_checkpoint_of_torch_dist_is_kept(tmp_path: Path) -> N
 
 
 def test_another_dtype_is_converted_and_a_partial_template_refused(tmp_path: Path) -> None:
-    megatron.install()
     theirs().save({"w": shard("w", torch.arange(4.0))}, str(tmp_path))
     loaded = theirs().load({"w": shard("w", torch.zeros(4, dtype=torch.bfloat16))}, str(tmp_path))
     assert loaded["w"].dtype is torch.bfloat16
@@ -233,7 +225,6 @@ def test_another_dtype_is_converted_and_a_partial_template_refused(tmp_path: Pat
 
 
 def test_plain_tensors_of_a_template_are_returned_and_not_filled(tmp_path: Path) -> None:
-    megatron.install()
     dc.save({"scale": torch.ones(2), "l": [shard("w", torch.ones(2))]}, tmp_path)
     given = torch.zeros(3)
     template = {"scale": given, "new": given, "l": [shard("w", torch.zeros(2))]}
@@ -246,7 +237,6 @@ def test_plain_tensors_of_a_template_are_returned_and_not_filled(tmp_path: Path)
 def test_an_unexpected_key_raises_torchs_error_too(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
-    megatron.install()
     theirs().save({"w": shard("w", torch.ones(2))}, str(tmp_path))
     with pytest.raises(error, match="other_key") as caught:
         theirs().load({"w": shard("other_key", torch.ones(2))}, str(tmp_path))
@@ -256,14 +246,12 @@ def test_an_unexpected_key_raises_torchs_error_too(
 def test_nothing_is_said_about_tensors_that_no_rank_asks_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    megatron.install()
     theirs().save({key: shard(key, torch.ones(2)) for key in ("w", "v")}, str(tmp_path))
     theirs().load({"w": shard("w", torch.zeros(2))}, str(tmp_path))
     assert not caplog.messages
 
 
 def test_flattened_tensors_of_torch_dist_are_listed_and_loaded_flattened() -> None:
-    megatron.install()
     folder = str(GOLDEN / "mc0.15.3_torch_dist")
     listed = theirs().load_tensors_metadata(folder)
     flattened = {key for key, leaf in listed.items() if leaf.flattened_range is not None}
@@ -277,7 +265,6 @@ def test_flattened_tensors_of_torch_dist_are_listed_and_loaded_flattened() -> No
 def test_tensors_are_removed_by_one_rank_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    megatron.install()
     strategy = theirs("strategies.torch").TorchDistSaveShardedStrategy(
         "torch_dist", 1, separation_hint="prefix"
     )
@@ -291,7 +278,6 @@ def test_tensors_are_removed_by_one_rank_alone(
 
 
 def test_the_attributes_that_megatrons_training_sets(tmp_path: Path) -> None:
-    megatron.install()
     serialization = theirs("serialization")
     strategy = serialization.get_default_save_sharded_strategy()
     assert (strategy.use_cached_ckpt_structure, strategy.cached_global_metadata) == (False, None)
@@ -305,7 +291,6 @@ def test_the_attributes_that_megatrons_training_sets(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_a_checkpoint_if_it_has_metadata_json(tmp_path: Path) -> None:
-    megatron.install()
     core = theirs("core")
     assert core.maybe_load_config("") is None
     assert core.maybe_load_config(str(tmp_path)) is None
@@ -320,7 +305,6 @@ def test_a_folder_is_a_checkpoint_if_it_has_metadata_json(tmp_path: Path) -> Non
 
 
 def test_matching_values_are_extracted() -> None:
-    megatron.install()
     extract = theirs("dict_utils").extract_matching_values
     x: Any = {"a": [1, [], {}], "e": {}, "b": {"c": "x"}}
     expected: Any = ({"a": [1]}, {"a": [[], {}], "e": {}, "b": {"c": "x"}})
@@ -333,7 +317,6 @@ def test_matching_values_are_extracted() -> None:
 
 
 def test_differences_are_found() -> None:
-    megatron.install()
     diff = theirs("dict_utils").diff
     assert diff({"a": 1, "r": 0}, {"b": 2, "r": 1}) == ([("a",)], [("b",)], [(("r",), int, int)])
     assert diff([1, 2, 3], [1]) == ([2, 1], [], [])
@@ -348,7 +331,6 @@ def test_differences_are_found() -> None:
 
 
 def test_nests_are_mapped_and_merged(capsys: pytest.CaptureFixture[str]) -> None:
-    megatron.install()
     nest = theirs("dict_utils")
     x: Any = {"a": [1, {"b": 2}], "c": 3}
     assert list(nest.nested_values(x)) == [1, 2, 3]
@@ -378,7 +360,6 @@ def test_nests_are_mapped_and_merged(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_leaves_are_taken_out_and_renamed(caplog: pytest.LogCaptureFixture) -> None:
-    megatron.install()
     utils = theirs("utils")
     factory = dc.ShardedTensorFactory("f", torch.ones(1), lambda *_: None, sum)
     state = {
@@ -433,7 +414,6 @@ def test_leaves_are_taken_out_and_renamed(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_the_state_of_an_optimizer_is_sharded_as_its_parameters() -> None:
-    megatron.install()
     optimizer = theirs("optimizer")
     w, fused = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4))
     adam = torch.optim.AdamW([fused, w])
@@ -459,7 +439,6 @@ def test_the_state_of_an_optimizer_is_sharded_as_its_parameters() -> None:
 
 
 def test_each_rank_is_told_what_is_wrong_with_a_template() -> None:
-    megatron.install()
     validation = theirs("validation")
     strict = validation.StrictHandling
     halves = [dc.ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, n, 2)) for n in (0, 1)]
@@ -491,7 +470,6 @@ def test_each_rank_is_told_what_is_wrong_with_a_template() -> None:
 
 
 def test_a_state_dict_is_sorted_out() -> None:
-    megatron.install()
     preprocess = theirs("state_dict_utils")
     empty = dc.ShardedTensor.from_rank_offsets_flat(
         "e", torch.ones(0), (4,), flattened_range=slice(1, 1)
@@ -516,7 +494,6 @@ def test_a_state_dict_is_sorted_out() -> None:
 
 
 def test_a_tensor_aware_state_dict_gives_its_tensors_and_takes_them() -> None:
-    megatron.install()
     kind = theirs("tensor_aware_state_dict").MCoreTensorAwareStateDict
     weight = torch.arange(3.0)
     state = {"w": shard("w", weight), "o": dc.ShardedObject("o", "rng", (1,), (0,)), "step": 7}

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import ObjectPath, ShardedObject, ShardedTensor, load, save
+from dist_checkpointing import ObjectPath, ShardedObject, load, save
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import data_folder
 from dist_checkpointing.planning import megatron_to_llama, megatron_to_mixtral
 from dist_checkpointing.testing import random_bits, run_ranks
 from megatron_rank import FORMATS, MODELS, OF_ONE_TP_SIZE, TP_SIZES, WORLD_SIZE
 from real_ranks import run_script
-from states import blanks, wholes
+from states import blanks, rows, wholes
 from tiny_llama import GROUPS, HEADS, hf_logits, hf_weights
 
 FOLDERS = [Path(folder) for folder in os.environ.get("MEGATRON_CORE", "").split(":") if folder]
@@ -99,12 +99,9 @@ def test_a_downloaded_checkpoint(megatron: Path, s3_place: ObjectPath, tmp_path:
     weight, moment = random_bits((8, 6), torch.bfloat16), random_bits((8, 6), torch.float32)
 
     def state(comm: Comm) -> dict[str, Any]:
-        def rows(key: str, full: torch.Tensor) -> ShardedTensor:
-            return ShardedTensor.from_rank_offsets(key, full.chunk(4)[comm.rank], (0, comm.rank, 4))
-
         own: dict[str, Any] = {
-            "weight": rows("layer.weight", weight),
-            "moment": rows("optimizer.moment", moment),
+            "weight": rows("layer.weight", weight, comm),
+            "moment": rows("optimizer.moment", moment, comm),
             "step": 7,
         }
         if comm.rank < 2:
@@ -118,15 +115,9 @@ def test_a_downloaded_checkpoint(megatron: Path, s3_place: ObjectPath, tmp_path:
         path = folder / info.key.removeprefix(place.prefix)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(place.store.get(info.key))
-    reports = run_script(
-        2,
-        STORE_SCRIPT,
-        megatron.absolute(),
-        folder,
-        reports=tmp_path / "reports",
-        timeout_seconds=250,
-    )
-    for rank, found in enumerate(reports):
+    arguments, reports = (megatron.absolute(), folder), tmp_path / "reports"
+    ranks = run_script(2, STORE_SCRIPT, *arguments, reports=reports, timeout_seconds=250)
+    for rank, found in enumerate(ranks):
         assert found["weight"] == weight.chunk(2, 1)[rank].view(torch.int16).tolist()
         assert found["moment"] == moment.chunk(2, 1)[rank].view(torch.int32).tolist()
         assert (found["extra"], found["step"]) == ({"rank": rank}, 7)

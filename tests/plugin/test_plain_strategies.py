@@ -36,6 +36,7 @@ from dist_checkpointing.strategies import (
 )
 from dist_checkpointing.testing import Failures, StorageProtocol, StrategyConformance, run_ranks
 from few_worlds import FewWorlds
+from states import cell, rows, save_on
 
 Where = tuple[Any, ...]
 
@@ -333,16 +334,6 @@ class TestAsync:
         assert seen == [(1, 2, 3, {"k": 4})]
 
 
-def test_removing_says_that_the_strategy_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(default_strategies["load_sharded"], ("plain", 1), PlainLoad())
-    save({"w": shard("w", torch.ones(2))}, tmp_path, PlainSave("plain", 1))
-    with pytest.raises(UnsupportedFormatError, match="cannot be removed"):
-        remove_sharded_tensors(tmp_path, "w")
-    assert Checkpoint.open(tmp_path)["w"][:].tolist() == [1, 1]
-
-
 def test_a_checkpoint_is_opened_without_a_planner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,21 +343,18 @@ def test_a_checkpoint_is_opened_without_a_planner(
         "scalar": torch.tensor(3),
         "half": torch.arange(6).bfloat16(),
     }
+    copied, folder = ShardedTensor.from_rank_offsets, tmp_path / "c"
 
-    def save_rank(comm: Any) -> None:
-        state: dict[str, Any] = {
-            "w": shard("w", full["w"].chunk(2)[comm.rank], comm.rank, 2),
-            "scalar": ShardedTensor.from_rank_offsets(
-                "scalar", full["scalar"], replica_id=comm.rank
-            ),
-            "half": ShardedTensor.from_rank_offsets("half", full["half"], replica_id=comm.rank),
-            "o": ShardedObject("o", [comm.rank], (2,), (comm.rank,)),
+    def state(comm: Any) -> dict[str, Any]:
+        return {
+            "w": rows("w", full["w"], comm),
+            **{k: copied(k, full[k], replica_id=comm.rank) for k in ("scalar", "half")},
+            "o": cell("o", [comm.rank], comm),
             "step": 3,
         }
-        save(state, tmp_path / "c", PlainSave("plain", 1), comm=comm)
 
-    run_ranks(2, save_rank)
-    checkpoint = Checkpoint.open(tmp_path / "c")
+    save_on(2, state, folder, PlainSave("plain", 1))
+    checkpoint = Checkpoint.open(folder)
     assert checkpoint.backend == ("plain", 1)
     assert list(checkpoint) == sorted(full)
     for key, tensor in full.items():
@@ -374,18 +362,19 @@ def test_a_checkpoint_is_opened_without_a_planner(
         assert checkpoint[key].dtype == tensor.dtype
         assert torch.equal(checkpoint[key][...], tensor)
         assert checkpoint[key].num_bytes == tensor.nbytes
-        assert checkpoint[key].location(0) == str(tmp_path / "c")
+        assert checkpoint[key].location(0) == str(folder)
     assert torch.equal(checkpoint["w"][3:6, ::2], full["w"][3:6, ::2])
     assert torch.equal(checkpoint["w"][-1], full["w"][-1])
     assert {key: dict(cells) for key, cells in checkpoint.objects.items()} == {
         "o": {(0,): [0], (1,): [1]}
     }
     assert checkpoint.common == {"step": 3}
-    verify_checkpoint(tmp_path / "c")
-    lost = next((tmp_path / "c" / "shards").glob("*.pt"))
-    lost.write_bytes(b"")
+    with pytest.raises(UnsupportedFormatError, match="cannot be removed"):
+        remove_sharded_tensors(folder, "w")
+    verify_checkpoint(folder)
+    next((folder / "shards").glob("*.pt")).write_bytes(b"")
     with pytest.raises(CorruptCheckpointError, match="EOFError"):
-        verify_checkpoint(tmp_path / "c")
+        verify_checkpoint(folder)
 
 
 def test_a_rank_without_shards_is_called_too(tmp_path: Path) -> None:
