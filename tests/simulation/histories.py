@@ -41,7 +41,8 @@ class Event:
     """One event of a history.
 
     Attributes:
-        kind: "launch", "save", "async save", "load", "remove", "power cut", "clock" or "wait".
+        kind: "launch", "save", "async save", "load", "remove", "power cut", "clock", "wait", or
+            "rival": another training goes on from the same run, and saves.
         seed: Of what happens in it.
         number: Ranks of a launch; which step is loaded or removed, counted from the newest.
         faults: What happens to operations of the event.
@@ -95,7 +96,7 @@ class History:
         events = [_event(dice, "launch")]
         for _ in range(dice.randint(2, 8)):
             kinds = ["save"] * 6 + ["async save"] * 3 + ["launch"] * 3
-            kinds += ["load", "load", "remove", "power cut", "clock", "wait"]
+            kinds += ["load", "load", "remove", "power cut", "clock", "wait", "rival"]
             events.append(_event(dice, dice.choice(kinds)))
         return cls(
             seed,
@@ -154,7 +155,7 @@ def shortest(history: History) -> History:
 
 def _event(dice: random.Random, kind: str) -> Event:
     faults = []
-    if kind in ("launch", "save", "async save", "load", "remove") and dice.random() < 0.5:
+    if kind in ("launch", "save", "async save", "load", "remove", "rival") and dice.random() < 0.5:
         at = int(10 ** dice.uniform(0, 2.4)) - 1
         what = dice.choice(["kill", "kill", "kill machine", "kill all", "power", "freeze", "error"])
         seconds = 0.0
@@ -288,6 +289,7 @@ class Player:
                     "async save": self._save,
                     "load": self._load,
                     "remove": self._remove,
+                    "rival": self._rival,
                 }[event.kind](event)
 
     def _pass(self, seconds: float) -> None:
@@ -453,6 +455,19 @@ class Player:
         if is_done:
             training.position = save[0]
             training.pending = save if is_async else None
+
+    def _rival(self, event: Event) -> None:
+        """Let another training of the same run begin, save and end while this one waits."""
+        first = self.training
+        assert first is not None
+        assert first.launch is not None
+        self._begin(Event("launch", event.seed, 1))
+        if self.training is not None:
+            self._save(replace(event, kind="save"))
+        if self.training is not None:
+            self._end(self.training)
+        if not any(process.is_dead for process in first.launch.processes):
+            self.training, first.is_disturbed = first, True
 
     def _load(self, event: Event) -> None:
         training = self.training

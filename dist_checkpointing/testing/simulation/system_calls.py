@@ -10,10 +10,10 @@ import errno
 import fcntl
 import io
 import os
-import socket
-import time
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from dist_checkpointing.testing.simulation.disk import Disk, Inode, Look
@@ -41,11 +41,10 @@ class OpenFile:
 class Entry:
     """A name in a folder, like ``os.DirEntry``."""
 
-    def __init__(
-        self, calls: SystemCalls, folder: str, name: str, inode: Inode, at: int | None
-    ) -> None:
-        self._calls, self._inode, self._at = calls, inode, at
-        self.name, self.path = name, name if at is not None else f"{folder.rstrip('/')}/{name}"
+    def __init__(self, status: Callable[..., os.stat_result], path: str, inode: Inode) -> None:
+        self.name, self.path = path.rpartition("/")[2], path
+        self.stat = status
+        self._inode = inode
 
     def __fspath__(self) -> str:
         return self.path
@@ -55,8 +54,7 @@ class Entry:
         return self._inode.is_folder
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        del follow_symlinks
-        return not self._inode.is_folder
+        return not self.is_dir(follow_symlinks=follow_symlinks)
 
     def is_symlink(self) -> bool:
         return False
@@ -64,21 +62,15 @@ class Entry:
     def inode(self) -> int:
         return self._inode.number
 
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return self._calls.stat(self.path, dir_fd=self._at, follow_symlinks=follow_symlinks)
 
-
-class Entries:
+class Entries(Iterator[Entry]):
     """What ``os.scandir`` returns."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        self._entries = iter(entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return self._entries
+        self._left = iter(entries)
 
     def __next__(self) -> Entry:
-        return next(self._entries)
+        return next(self._left)
 
     def __enter__(self) -> Self:
         return self
@@ -87,7 +79,7 @@ class Entries:
         self.close()
 
     def close(self) -> None:
-        self._entries = iter(())
+        self._left = iter(())
 
 
 class SystemCalls:
@@ -108,16 +100,10 @@ class SystemCalls:
         own: dict[str, Callable[..., Any]] = {
             f"os.{name}": self._routed(name, getattr(self, name)) for name in _OF_FILES
         }
-        real: dict[str, Callable[..., Any]] = {
-            "os.getpid": os.getpid,
-            "os.kill": os.kill,
-            "os.urandom": os.urandom,
-            "fcntl.flock": fcntl.flock,
-            "socket.gethostname": socket.gethostname,
-            **{f"time.{name}": getattr(time, name) for name in _OF_TIME},
-        }
-        for name, call in real.items():
-            own[name] = self._in_world(getattr(self, f"_{name.partition('.')[2]}"), call)
+        for name in _OF_A_PROCESS:
+            own[name] = self._in_world(
+                getattr(self, f"_{name.partition('.')[2]}"), pkgutil.resolve_name(name)
+            )
         own["io.open"] = own["builtins.open"] = self._open_stream
         return own
 
@@ -193,10 +179,10 @@ class SystemCalls:
         """The folder that a path is in, and its last part; of what is to be changed."""
         disk, start, parts, shown = self._parts(path, dir_fd)
         if not parts:
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), shown)
+            raise _error(errno.EBUSY, shown)
         folder = disk.find(self._machine, parts[:-1], Look.NOW, start)
         if not folder.is_folder:
-            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), shown)
+            raise _error(errno.ENOTDIR, shown)
         return disk, folder, parts[-1], shown
 
     def _about(self, operation: str, path: str, disk: Disk | None = None) -> None:
@@ -221,13 +207,13 @@ class SystemCalls:
             inode = disk.make(self._machine, folder, name, is_folder=False)
         else:
             if makes and flags & os.O_EXCL:
-                raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), shown)
+                raise _error(errno.EEXIST, shown)
             if not inode.is_folder and flags & os.O_DIRECTORY:
-                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), shown)
+                raise _error(errno.ENOTDIR, shown)
         writes = bool(flags & _WRITES)
         if inode.descriptor is None:
             if writes:
-                raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), shown)
+                raise _error(errno.EISDIR, shown)
             descriptor = os.dup(self._folder)
         else:
             if flags & os.O_TRUNC:
@@ -282,7 +268,7 @@ class SystemCalls:
 
     def readlink(self, path: Any, *, dir_fd: int | None = None) -> str:
         shown = self._find(path, Look.STATUS, dir_fd)[2]
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), shown)
+        raise _error(errno.EINVAL, shown)
 
     def statvfs(self, path: Any) -> os.statvfs_result:
         disk = self._files[path].disk if isinstance(path, int) else self._find(path, Look.STATUS)[0]
@@ -298,10 +284,12 @@ class SystemCalls:
             disk, folder, shown = file.disk, file.inode, file.path
         self._about("list", shown, disk)
         if not folder.is_folder:
-            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), shown)
-        text = "" if at is not None else os.fspath(path)
-        found = disk.listed(self._machine, folder).items()
-        entries = [Entry(self, text, name, inode, at) for name, inode in found]
+            raise _error(errno.ENOTDIR, shown)
+        above = "" if at is not None else f"{os.fspath(path).rstrip('/')}/"
+        entries = [
+            Entry(partial(self.stat, f"{above}{name}", dir_fd=at), f"{above}{name}", inode)
+            for name, inode in disk.listed(self._machine, folder).items()
+        ]
         self._world.scheduler.random.shuffle(entries)  # no order is promised
         return Entries(entries)
 
@@ -310,31 +298,29 @@ class SystemCalls:
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         del mode
-        disk, folder, name, shown = self._parent(path, dir_fd)
-        self._about("mkdir", shown, disk)
-        disk, folder, name, shown = self._parent(path, dir_fd)
+        self._about("mkdir", self._parts(path, dir_fd)[3])
+        disk, folder, name, _ = self._parent(path, dir_fd)
         self._require_room(disk, 1)
         disk.make(self._machine, folder, name, is_folder=True)
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
-        disk, folder, name, shown = self._parent(path, dir_fd)
-        self._about("unlink", shown, disk)
-        found = disk.named(self._machine, folder, name)
-        if found is None or found.is_folder:
-            code = errno.ENOENT if found is None else errno.EISDIR
-            raise OSError(code, os.strerror(code), shown)
-        disk.change(self._machine, [(folder, name, None)])
+        self._remove("unlink", path, dir_fd)
+
+    def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
+        self._remove("rmdir", path, dir_fd)
 
     remove = unlink
 
-    def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
+    def _remove(self, operation: str, path: Any, dir_fd: int | None) -> None:
+        self._about(operation, self._parts(path, dir_fd)[3])
         disk, folder, name, shown = self._parent(path, dir_fd)
-        self._about("rmdir", shown, disk)
         found = disk.named(self._machine, folder, name)
-        if found is None or not found.is_folder or found.names:
-            code = errno.ENOENT if found is None else errno.ENOTDIR
-            code = errno.ENOTEMPTY if found is not None and found.is_folder else code
-            raise OSError(code, os.strerror(code), shown)
+        if found is None:
+            raise _error(errno.ENOENT, shown)
+        if found.is_folder != (operation == "rmdir"):
+            raise _error(errno.EISDIR if found.is_folder else errno.ENOTDIR, shown)
+        if found.names:
+            raise _error(errno.ENOTEMPTY, shown)
         disk.change(self._machine, [(folder, name, None)])
 
     def link(
@@ -348,12 +334,12 @@ class SystemCalls:
     ) -> None:
         del follow_symlinks
         self._about("link", self._parts(dst, dst_dir_fd)[3])
-        disk, inode, source = self._find(src, Look.NOW, src_dir_fd)
+        disk, inode, _ = self._find(src, Look.NOW, src_dir_fd)
         other, folder, name, shown = self._parent(dst, dst_dir_fd)
-        if disk is not other or inode.is_folder or other.named(self._machine, folder, name):
-            code = errno.EXDEV if disk is not other else errno.EEXIST
-            code = errno.EPERM if inode.is_folder else code
-            raise OSError(code, os.strerror(code), source, None, shown)
+        if disk is not other or inode.is_folder:
+            raise _error(errno.EPERM if inode.is_folder else errno.EXDEV, shown)
+        if other.named(self._machine, folder, name) is not None:
+            raise _error(errno.EEXIST, shown)
         disk.change(self._machine, [(folder, name, inode)])
 
     def rename(
@@ -365,7 +351,7 @@ class SystemCalls:
         dst_dir_fd: int | None = None,
     ) -> None:
         self._about("rename", self._parts(dst, dst_dir_fd)[3])
-        disk, folder, old_name, old = self._parent(src, src_dir_fd)
+        disk, folder, old_name, _ = self._parent(src, src_dir_fd)
         other, target, new_name, new = self._parent(dst, dst_dir_fd)
         inode = disk.named(self._machine, folder, old_name)
         there = other.named(self._machine, target, new_name)
@@ -376,15 +362,14 @@ class SystemCalls:
         else:
             code = errno.EISDIR if there.is_folder else errno.ENOTDIR
         if code:
-            raise OSError(code, os.strerror(code), old, None, new)
+            raise _error(code, new)
         if there is not inode:
             disk.change(self._machine, [(folder, old_name, None), (target, new_name, inode)])
 
     replace = rename
 
     def utime(self, path: Any, *_: Any, **options: Any) -> None:
-        _, inode, _ = self._find(path, Look.NOW, options.get("dir_fd"))
-        inode.changed += 1
+        self._find(path, Look.NOW, options.get("dir_fd"))[1].changed += 1
 
     def fsync(self, descriptor: int) -> None:
         file = self._files[descriptor]
@@ -414,7 +399,7 @@ class SystemCalls:
         whole = b"".join(bytes(memoryview(part).cast("B")) for part in parts)
         room = self._room(file.disk)
         if room is not None and room <= 0 < len(whole):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.path)
+            raise _error(errno.ENOSPC, file.path)
         most = len(whole) if room is None else min(room, len(whole))
         if most > 1 and self._world.is_short():
             most = self._world.scheduler.random.randrange(1, most)
@@ -446,20 +431,20 @@ class SystemCalls:
     def _require_room(self, disk: Disk, num_bytes: int) -> None:
         room = self._room(disk)
         if room is not None and room < num_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise _error(errno.ENOSPC, "")
 
     def _flock(self, descriptor: Any, operation: int) -> None:
         number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
         file = self._files[number]
         self._about("flock", file.path, file.disk)
         if not file.disk.has_flock:
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+            raise _error(errno.ENOLCK, file.path)
         inode = file.inode
         if operation & fcntl.LOCK_UN:
             inode.lock = None if inode.lock is file else inode.lock
         elif inode.lock not in (None, file):
             if operation & fcntl.LOCK_NB:
-                raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+                raise _error(errno.EWOULDBLOCK, file.path)
             self._world.scheduler.wait(lambda: inode.lock is None)
             inode.lock = file
         else:
@@ -479,7 +464,7 @@ class SystemCalls:
     def _kill(self, pid: int, signal: int) -> None:
         assert signal == 0, "only to ask whether a process is there"
         if not self._world.is_running(pid, self._machine):
-            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+            raise _error(errno.ESRCH, str(pid))
 
     def _urandom(self, size: int) -> bytes:
         return self._world.scheduler.random.randbytes(size)
@@ -514,9 +499,15 @@ _OF_FILES: Final = (
     *("fsync", "fdatasync", "write", "writev", "pwrite", "posix_fallocate", "ftruncate"),
     "copy_file_range",
 )
-_OF_TIME: Final = (
-    *("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep"),
+_OF_A_PROCESS: Final = (
+    *("os.getpid", "os.kill", "os.urandom", "fcntl.flock", "socket.gethostname", "time.time"),
+    *("time.time_ns", "time.monotonic", "time.monotonic_ns", "time.perf_counter"),
+    *("time.perf_counter_ns", "time.sleep"),
 )
+
+
+def _error(code: int, path: str) -> OSError:
+    return OSError(code, os.strerror(code), path)
 
 
 def _split(path: str) -> list[str]:
