@@ -54,6 +54,7 @@ def box(key: str, start: int, stop: int, total: int, **changes: Any) -> dc.Shard
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "load": lambda folder: dc.load({}, folder),
+    "Checkpoint": dc.Checkpoint.open,
     "load_common_state_dict": dc.load_common_state_dict,
     "load_tensors_metadata": dc.load_tensors_metadata,
     "load_sharded_metadata": dc.load_sharded_metadata,
