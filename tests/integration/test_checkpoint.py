@@ -258,32 +258,6 @@ def test_objects_of_real_releases(samples: Samples, name: str) -> None:
     assert checkpoint.common["args"]["betas"] == (0.9, 0.95)
 
 
-class Stranger:
-    """Not on any allow-list."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stranger)
-
-    __hash__ = object.__hash__
-
-
-@BACKEND
-def test_nothing_strange_is_unpickled_without_trust(tmp_path: Path, backend: Any) -> None:
-    state = {"o": dc.ShardedObject("o", Stranger(), (1,), (0,)), "common": Stranger()}
-    dc.save(state, tmp_path / "c", backend, trusted=True)
-    checkpoint = dc.Checkpoint.open(tmp_path / "c")
-    assert not checkpoint.trusted
-    with pytest.raises(dc.UnsupportedFormatError, match="Stranger"):
-        _ = checkpoint.objects["o"][0]
-    with pytest.raises(dc.UnsupportedFormatError, match="Stranger"):
-        _ = checkpoint.common
-    with pytest.raises(dc.UnsupportedFormatError, match="Stranger"):
-        _ = checkpoint.metadata
-    trusting = dc.Checkpoint.open(tmp_path / "c", trusted=True)
-    assert trusting.objects["o"][0] == Stranger()
-    assert trusting.common["common"] == Stranger()
-
-
 def test_what_it_is(sample: Sample) -> None:
     backends = {
         "tensorstore": ("tensorstore", 1),
