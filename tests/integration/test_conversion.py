@@ -21,11 +21,11 @@ from dist_checkpointing.format import Box
 from dist_checkpointing.planning import CastTo, Keep, Recipe, Rename
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.torch_file import COMMON_KEY, OBJECTS_KEY
-from dist_checkpointing.testing import failures_on, random_bits, run_ranks
+from dist_checkpointing.testing import assert_same_bits, failures_on, random_bits, run_ranks
 from dist_checkpointing.tools import convert as conversions
 from dist_checkpointing.tools.convert import Conversion, conversion
 from faults import failing
-from samples import GOLDEN, GOLDEN_NAMES
+from samples import GOLDEN_NAMES, golden_sample
 from states import between, cell, flat, shard
 from tiers import examples
 from tilings import tilings
@@ -71,15 +71,10 @@ def oracle() -> dict[str, torch.Tensor]:
 ORACLE = oracle()
 
 
-def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return tensor.dtype, tuple(tensor.shape), raw.tolist()
-
-
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert sorted(found) == sorted(wanted)
     for key, tensor in wanted.items():
-        assert bits(found[key]) == bits(tensor), key
+        assert_same_bits(found[key], tensor, key)
 
 
 def state_of_rank(comm: Comm) -> dict[str, Any]:
@@ -179,7 +174,7 @@ def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) 
     def values(start: int) -> torch.Tensor:
         return torch.arange(start, start + 3)
 
-    common = {
+    common: dict[str, Any] = {
         "a": [values(0), (values(10), {"x": values(20)})],
         "b": values(30),
         "none": values(0)[:0],
@@ -187,8 +182,11 @@ def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) 
     cell = {"y": [values(40), values(50)], "z": values(60).bfloat16()}
     tensors = {"w": values(70), "empty": torch.ones(0, 2), "v": torch.tensor(5)}
     leaves = {key: shard(key, data) for key, data in tensors.items()}
-    dc.save({**common, **leaves, "o": dc.ShardedObject("o", cell, (1,), (0,))}, tmp_path / "c")
-    convert(tmp_path / "c", tmp_path / "out.pt", "torch_file", options=ROOMY)
+    state = {**common, **leaves, "o": dc.ShardedObject("o", cell, (1,), (0,))}
+    dc.save({**state, "args": Namespace(lr=1.0)}, tmp_path / "c")
+    done = convert(tmp_path / "c", tmp_path / "out.pt", "torch_file", options=ROOMY)
+    (left_out,) = done.left_out  # which torch refuses to read with weights_only
+    assert "args" in left_out
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     expected = {**tensors, COMMON_KEY: common, OBJECTS_KEY: {"o": {(0,): cell}}}
     assert repr(found) == repr({key: expected[key] for key in found})
@@ -198,25 +196,11 @@ def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) 
     assert repr(again.objects["o"][0]) == repr(cell)
 
 
-def test_torch_leaves_out_what_weights_only_refuses(tmp_path: Path) -> None:
-    state = {"w": shard("w", torch.ones(2)), "args": Namespace(lr=1.0), "step": 3}
-    dc.save(state, tmp_path / "source")
-    done = convert(tmp_path / "source", tmp_path / "out.pt", "torch_file", options=ROOMY)
-    assert "args" in done.left_out[0]
-    content = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)
-    assert content[COMMON_KEY] == {"step": 3}
-    assert torch.equal(content["w"], torch.ones(2))
-
-
 @pytest.mark.parametrize(("name", "to"), [*zip(GOLDEN_NAMES * 2, FORMATS, strict=True)])
 def test_releases_of_megatron(name: str, to: str, tmp_path: Path) -> None:
-    content = json.loads((GOLDEN / f"{name}.expected.json").read_text())["tensors"]
-    wanted = {
-        key: torch.tensor(t["flat_values"], dtype=getattr(torch, t["dtype"])).reshape(t["shape"])
-        for key, t in content.items()
-    }
-    convert(GOLDEN / name, tmp_path / "out", to, options=ROOMY)
-    assert_same(read_back(tmp_path / "out", to), wanted)
+    sample = golden_sample(name)
+    convert(sample.folder, tmp_path / "out", to, options=ROOMY)
+    assert_same(read_back(tmp_path / "out", to), sample.tensors)
 
 
 def test_the_cut_is_kept_and_may_be_changed(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -315,7 +299,7 @@ def test_small_boxes_and_many_threads(tmp_path: Path) -> None:
     dc.save({**state, "big": shard("big", big)}, tmp_path / "source")
     wanted = {key: leaf.data for key, leaf in state.items() if leaf.data is not None}
     wanted["big"] = big
-    for to in FORMATS:
+    for to in ("tensorstore", "zarr", "safetensors", "torch_file"):
         reshard = ["big:axis=1,parts=2"] if to in BACKENDS else []
         options = ConvertOptions(threads=8, reshard=reshard)
         convert(tmp_path / "source", tmp_path / to, to, options=options)
@@ -358,8 +342,10 @@ def test_values_that_are_stored_once_are_not_written_out_unasked(
     assert_same(read_back(tmp_path / "out", to), {"w": torch.full((100_000,), 1.5)})
 
 
-@pytest.mark.parametrize("to", [name for name in FORMATS if name != "torch_file"])
-@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize(
+    ("source", "to"),
+    [*zip(FORMATS, [*FORMATS[1:5], *FORMATS[:2]], strict=True)],  # only one rank writes one file
+)
 def test_ranks_share_the_work(
     sources: dict[str, Path], source: str, to: str, tmp_path: Path
 ) -> None:
@@ -416,47 +402,6 @@ def test_a_pickle_that_runs_code_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def header(**rows: Any) -> bytes:
-    text = json.dumps(rows).encode()
-    return len(text).to_bytes(8, "little") + text
-
-
-ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff" * 16,
-        header(w=ROW),
-        header(w=ROW) + bytes(9),
-        header(w={**ROW, "shape": [3]}) + bytes(8),
-        header(w={**ROW, "shape": [-2]}) + bytes(8),
-        header(w={**ROW, "data_offsets": [4, 12]}) + bytes(12),
-        header(w=ROW, v=ROW) + bytes(8),
-        header(w={**ROW, "dtype": "F4"}) + bytes(8),
-        header(w=[1]) + bytes(8),
-    ],
-)
-def test_a_damaged_safetensors_file(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "m.safetensors").write_bytes(content)
-    with pytest.raises(dc.CheckpointingException):
-        convert(tmp_path / "m.safetensors", tmp_path / "out", "zarr")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_index_and_files_that_differ(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"w": torch.ones(1)}, folder / "a.safetensors")
-    for weight_map in ({"v": "a.safetensors"}, {"w": "b.safetensors"}, {"w": "../a.safetensors"}):
-        text = json.dumps({"weight_map": weight_map})
-        (folder / "model.safetensors.index.json").write_text(text)
-        with pytest.raises(dc.CorruptCheckpointError):
-            assert Checkpoint.open(folder).index
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "torch_file"])
 def test_a_file_that_is_replaced_while_it_is_read(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"m.{kind}"
@@ -475,7 +420,9 @@ def test_a_file_that_is_replaced_while_it_is_read(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("to", KINDS)
-def test_what_is_there_is_not_touched(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
+def test_what_is_there_is_replaced_only_if_asked_for_and_alike(
+    sources: dict[str, Path], to: str, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine").write_text("keep")
@@ -484,17 +431,12 @@ def test_what_is_there_is_not_touched(sources: dict[str, Path], to: str, tmp_pat
         with pytest.raises(dc.CheckpointExistsError):
             convert(sources["zarr"], out, to, options=options)
     assert [path.name for path in out.iterdir()] == ["mine"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("to", KINDS)
-def test_overwriting_what_is_alike(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    (out / "mine").unlink()
+    out.rmdir()
     convert(sources["zarr"], out, to, recipe=Recipe(Keep("flags")), options=ROOMY)
     with pytest.raises(dc.CheckpointExistsError, match="force"):
         convert(sources["zarr"], out, to, options=ROOMY)
-    options = ConvertOptions(overwrite=True)
-    convert(sources["zarr"], out, to, options=options)
+    convert(sources["zarr"], out, to, options=ConvertOptions(overwrite=True))
     assert_same(read_back(out, to), ORACLE)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
