@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,19 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.storage import Checksum, StorageOptions, fingerprints
 from dist_checkpointing.storage.fingerprints import sums_of_tensor
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy
-from dist_checkpointing.testing import assert_same_bits, run_ranks
-from states import assert_holds, cell, every_kind, num_shared, rows, shard, wholes
+from dist_checkpointing.testing import assert_same_bits
+from states import (
+    assert_holds,
+    between,
+    blanks,
+    cell,
+    every_kind,
+    num_shared,
+    rows,
+    save_on,
+    shard,
+    wholes,
+)
 
 SHARING = pytest.mark.parametrize(
     "backend", [("tensorstore", 1), ("zarr", 2), ("zarr", 1)], ids=lambda b: f"{b[0]}{b[1]}"
@@ -67,6 +78,16 @@ def test_only_what_changed_is_written(backend: Any, tmp_path: Path) -> None:
     assert own_bytes(tmp_path / "2") < changed["layer3.w"].nbytes + 9000
     assert_holds(tmp_path / "1", tensors)
     assert_holds(tmp_path / "2", changed)
+    # Other libraries open it alone.
+    shutil.rmtree(tmp_path / "1")
+    for key, tensor in changed.items():
+        if backend[0] == "zarr":
+            found: Any = zarr.open_array(tmp_path / "2" / key, mode="r")[...]
+        else:
+            base = {"driver": "ocdbt", "base": f"file://{tmp_path}/2/", "path": f"{key}/"}
+            array = ts.open({"driver": "zarr3", "kvstore": base}).result()
+            found = array.read().result()
+        assert np.array_equal(np.asarray(found), tensor.numpy())
 
 
 @pytest.mark.parametrize(
@@ -103,8 +124,8 @@ def test_every_kind_of_part_is_shared(backend: Any, tmp_path: Path) -> None:
         }
 
     first, second = tmp_path / "1", tmp_path / "2"
-    run_ranks(3, lambda comm: dc.save(state(comm), first, backend, comm=comm))
-    run_ranks(3, lambda comm: dc.save(state(comm), second, backend, comm=comm, base=first))
+    save_on(3, state, first, backend)
+    save_on(3, state, second, backend, base=first)
     before, after = files_in(first), files_in(second)
     data = data_names(first)
     assert data
@@ -116,29 +137,8 @@ def test_every_kind_of_part_is_shared(backend: Any, tmp_path: Path) -> None:
     assert_same_bits(expected["halves"], torch.arange(12).reshape(6, 2).half(), "halves")
 
 
-def test_other_libraries_open_them_alone(tmp_path: Path) -> None:
-    tensors = model()
-    changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
-    for backend in (("tensorstore", 1), ("zarr", 2), ("zarr", 1)):
-        root = tmp_path / backend[0] / str(backend[1])
-        dc.save(wholes(tensors), root / "1", backend)
-        dc.save(wholes(changed), root / "2", backend, base=root / "1")
-        shutil.rmtree(root / "1")
-    for key, tensor in changed.items():
-        store = {
-            "driver": "ocdbt",
-            "base": f"file://{tmp_path}/tensorstore/1/2/",
-            "path": f"{key}/",
-        }
-        found = ts.open({"driver": "zarr3", "kvstore": store}).result().read().result()
-        assert np.array_equal(found, tensor.numpy())
-        for version in "12":
-            array = zarr.open_array(tmp_path / "zarr" / version / "2" / key, mode="r")
-            assert np.array_equal(np.asarray(array[...]), tensor.numpy())
-
-
-def sharded(tensors: Mapping[str, torch.Tensor], comm: Comm) -> dict[str, Any]:
-    return {key: rows(key, tensor, comm) for key, tensor in tensors.items()}
+def sharded(tensors: Mapping[str, torch.Tensor]) -> Callable[[Comm], dict[str, Any]]:
+    return lambda comm: {key: rows(key, tensor, comm) for key, tensor in tensors.items()}
 
 
 @SHARING
@@ -151,8 +151,8 @@ def test_a_layout_with_some_of_the_same_boxes(backend: Any, tmp_path: Path) -> N
         return {**copies, "part": rows("part", torch.arange(80.0).reshape(8, 10), comm)}
 
     first, second = tmp_path / "1", tmp_path / "2"
-    run_ranks(4, lambda comm: dc.save(state(comm), first, backend, comm=comm))
-    run_ranks(2, lambda comm: dc.save(state(comm), second, backend, comm=comm, base=first))
+    save_on(4, state, first, backend)
+    save_on(2, state, second, backend, base=first)
     assert own_bytes(second) < 12000
     assert_holds(second, {**tensors, "part": torch.arange(80.0).reshape(8, 10)})
 
@@ -163,12 +163,9 @@ def test_smaller_chunks_than_those_of_the_base_are_written_once(
 ) -> None:
     tensors = model()
     first, second, third = (tmp_path / name for name in "123")
-    run_ranks(4, lambda comm: dc.save(sharded(tensors, comm), first, backend, comm=comm))
-    for folder, base in ((second, first), (third, second)):
-        run_ranks(
-            8,
-            lambda comm: dc.save(sharded(tensors, comm), folder, backend, comm=comm, base=base),  # noqa: B023
-        )
+    save_on(4, sharded(tensors), first, backend)
+    save_on(8, sharded(tensors), second, backend, base=first)
+    save_on(8, sharded(tensors), third, backend, base=second)
     assert shared_names(third) == data_names(third) == data_names(second)
     assert not shared_names(first)
     shutil.rmtree(first)
@@ -182,31 +179,26 @@ def test_larger_chunks_are_cut_like_those_of_the_base(backend: Any, tmp_path: Pa
     tensors = {**model(), "columns": torch.randn(30, 64), "whole": torch.randn(70, 10)}
 
     def state(comm: Comm) -> dict[str, Any]:
-        own = sharded(tensors, comm)
-        part = tensors["columns"].chunk(comm.world_size, 1)[comm.rank].clone()
-        own["columns"] = shard("columns", part, (1, comm.rank, comm.world_size))
+        own = sharded(tensors)(comm)
+        own["columns"] = rows("columns", tensors["columns"], comm, 1)
         # 70 rows of 4 ranks are chunks of 18 rows, the last of which has 16.
         own["whole"] = shard("whole", tensors["whole"].clone(), replica_id=comm.rank)
         if comm.world_size == 4:
-            cut, rows_left = tensors["whole"][18 * comm.rank :][:18].clone(), (70, 10)
-            begin = (18 * comm.rank, 0)
-            own["whole"] = dc.ShardedTensor(
-                "whole", cut, cut.dtype, tuple(cut.shape), rows_left, begin, None
-            )
+            start = 18 * comm.rank
+            own["whole"] = between("whole", tensors["whole"], start, min(start + 18, 70))
         return own
 
     folders = [tmp_path / name for name in "123"]
-    run_ranks(4, lambda comm: dc.save(state(comm), folders[0], backend, comm=comm))
+    save_on(4, state, folders[0], backend)
     for folder, base, changed in zip(folders[1:], folders, (0, 1), strict=False):
         tensors["layer3.w"] = tensors["layer3.w"].clone()
         tensors["layer3.w"][39, 63] += changed
-        run_ranks(2, lambda comm: dc.save(state(comm), folder, backend, comm=comm, base=base))  # noqa: B023
+        save_on(2, state, folder, backend, base=base)
         described = sum(path.stat().st_size for path in folder.rglob("zarr.json"))
         assert own_bytes(folder) - described < changed * tensors["layer3.w"].nbytes // 4 + 2500
         shutil.rmtree(base)
         assert_holds(folder, tensors)
-        whole = wholes({key: torch.zeros_like(t) for key, t in tensors.items()})
-        for key, found in dc.load(whole, folder, verify=True).items():
+        for key, found in dc.load(blanks(tensors), folder, verify=True).items():
             assert_same_bits(found, tensors[key], key)
 
 
@@ -215,7 +207,7 @@ def test_chunks_of_the_base_that_are_far_too_small_are_not_taken(
     backend: Any, tmp_path: Path
 ) -> None:
     tensors = {"w": torch.randn(130, 4)}
-    run_ranks(130, lambda comm: dc.save(sharded(tensors, comm), tmp_path / "1", backend, comm=comm))
+    save_on(130, sharded(tensors), tmp_path / "1", backend)
     dc.save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1")
     assert dc.Checkpoint.open(tmp_path / "2").index.chunk_shape("w") == (130, 4)
     assert_holds(tmp_path / "2", tensors)
@@ -256,7 +248,7 @@ def test_a_file_that_all_ranks_together_hardly_use(tmp_path: Path) -> None:
     def state(comm: Comm) -> dict[str, Any]:
         return {k: shard(k, t, replica_id=comm.rank) for k, t in left.items()}
 
-    run_ranks(2, lambda comm: dc.save(state(comm), second, comm=comm, base=first))
+    save_on(2, state, second, base=first)
     assert not shared_names(second)
     copied = list((second / "data" / "model").iterdir())
     assert [path.name.partition("-")[0] for path in copied] == ["used"]
@@ -297,16 +289,6 @@ def test_overwriting_in_place(backend: Any, tmp_path: Path) -> None:
 
 
 @SHARING
-def test_asynchronous_saves(backend: Any, tmp_path: Path) -> None:
-    tensors = model()
-    dc.async_save(wholes(tensors), tmp_path / "1", backend).result()
-    changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
-    dc.async_save(wholes(changed), tmp_path / "2", backend, base=tmp_path / "1").result()
-    assert own_bytes(tmp_path / "2") < changed["layer3.w"].nbytes + 9000
-    assert_holds(tmp_path / "2", changed)
-
-
-@SHARING
 def test_a_manager_shares_with_its_latest_checkpoint(backend: Any, tmp_path: Path) -> None:
     tensors = model()
     manager = dc.CheckpointManager(
@@ -322,7 +304,7 @@ def test_a_manager_shares_with_its_latest_checkpoint(backend: Any, tmp_path: Pat
             assert own_bytes(manager.folder(step)) < tensors["layer3.w"].nbytes + 9000
     assert manager.steps() == [4, 5]
     assert manager.latest_valid() == 5
-    loaded = manager.load(wholes({k: torch.empty_like(t) for k, t in tensors.items()}))
+    loaded = manager.load(blanks(tensors))
     for key, tensor in tensors.items():
         assert_same_bits(loaded[key], tensor, key)
     manager.close()
