@@ -20,6 +20,7 @@ from dist_checkpointing.storage import Checksum, StorageOptions, fingerprints
 from dist_checkpointing.storage.fingerprints import sums_of_tensor
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import assert_same_bits
+from simulated_groups import TinyChunks
 from states import (
     assert_holds,
     between,
@@ -202,14 +203,12 @@ def test_larger_chunks_are_cut_like_those_of_the_base(backend: Any, tmp_path: Pa
             assert_same_bits(found, tensors[key], key)
 
 
-@ROW_BLOCKS
-def test_chunks_of_the_base_that_are_far_too_small_are_not_taken(
-    backend: Any, tmp_path: Path
-) -> None:
-    tensors = {"w": torch.randn(130, 4)}
-    save_on(130, sharded(tensors), tmp_path / "1", backend)
-    dc.save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1")
-    assert dc.Checkpoint.open(tmp_path / "2").index.chunk_shape("w") == (130, 4)
+def test_chunks_of_the_base_that_are_far_too_small_are_not_taken(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(520, 4)}
+    dc.save(wholes(tensors), tmp_path / "1", TinyChunks())
+    assert dc.Checkpoint.open(tmp_path / "1").index.chunk_shape("w") == (4, 4)
+    dc.save(wholes(tensors), tmp_path / "2", ("zarr", 2), base=tmp_path / "1")
+    assert dc.Checkpoint.open(tmp_path / "2").index.chunk_shape("w") == (520, 4)
     assert_holds(tmp_path / "2", tensors)
 
 
