@@ -18,7 +18,7 @@ import dist_checkpointing as dc
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Box
-from dist_checkpointing.planning import CastTo, Keep, Recipe, Rename
+from dist_checkpointing.planning import Keep, Recipe
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.torch_file import COMMON_KEY, OBJECTS_KEY
 from dist_checkpointing.testing import assert_same_bits, failures_on, random_bits, run_ranks
@@ -234,25 +234,6 @@ def test_files_are_divided_as_hugging_face_does(sources: dict[str, Path], tmp_pa
     assert_same(found, ORACLE)
     convert(tmp_path / "out", tmp_path / "back", "zarr", options=ROOMY)
     assert_same(read_back(tmp_path / "back", "zarr"), ORACLE)
-
-
-@pytest.mark.parametrize("to", KINDS)
-def test_renamed_cast_and_selected(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
-    recipe = Recipe(
-        Keep("model.{x*}"),
-        Rename("model.{x*}", "m.{x}"),
-        Rename("{x*}/{y}", "{x}_{y}"),
-        CastTo("{x*}", "bfloat16"),
-        CastTo("m.half", "float32"),
-    )
-    options = replace(ROOMY, lossy=True)
-    convert(sources["torch_dist"], tmp_path / "out", to, recipe=recipe, options=options)
-    wanted = {
-        "m.w": ORACLE["model.w"].to(torch.bfloat16),
-        "m.half": ORACLE["model.half"].to(torch.float32),
-        "m.odd_key": ORACLE["model.odd/key"].to(torch.bfloat16),
-    }
-    assert_same(read_back(tmp_path / "out", to), wanted)
 
 
 @pytest.mark.parametrize("codec", ["zstd", "blosc"])

@@ -105,20 +105,3 @@ def test_errors_name_the_object_and_the_last_answer(s3_options: ObjectStoreOptio
         proxy.fault = lambda _method, _path: None
         save({"step": 1}, place)
         assert load({"step": 0}, place) == {"step": 1}
-
-
-def test_a_server_that_is_busy_is_asked_again(s3_options: ObjectStoreOptions) -> None:
-    assert s3_options.endpoint is not None
-    with proxy_before(s3_options.endpoint) as proxy:
-        place = ObjectPath.of(new_url("s3"), replace(s3_options, endpoint=proxy.url, max_retries=8))
-        seen: set[tuple[str, str]] = set()
-
-        def first_time(method: str, path: str) -> Fault | None:
-            is_new = (method, path) not in seen
-            seen.add((method, path))
-            return Fault(status=503) if is_new and "/data/" in path else None
-
-        proxy.fault = first_time
-        save({"w": ShardedTensor.from_rank_offsets("w", WEIGHT)}, place)
-        template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(6, 4))}
-        assert torch.equal(load(template, place, verify=True)["w"], WEIGHT)

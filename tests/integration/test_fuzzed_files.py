@@ -1,6 +1,5 @@
 """Any file of a checkpoint with any bytes changed: the same state, or a documented error."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -126,49 +125,38 @@ def test_a_file_is_read_as_it_was_or_refused(kind: str, copies: Path, child: Lim
     check()
 
 
-@examples(40)
-@given(changes())
-def test_a_safetensors_header_is_read_or_refused(
-    child: LimitedChild, tmp_path_factory: pytest.TempPathFactory, change: Callable[[bytes], bytes]
-) -> None:
+@pytest.fixture(scope="module")
+def single_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files beside checkpoints: of tensors alone, of torch, and the record of a run."""
+    folder = tmp_path_factory.mktemp("files")
     tensors = {"a": torch.zeros(3, 4), "b": torch.tensor(data=False)}
-    path = tmp_path_factory.getbasetemp() / "x.safetensors"
-    path.write_bytes(change(safetensors.torch.save(tensors, {"made by": "us"})))
-    outcomes = child.outcomes({"do": "safetensors", "path": str(path)})
-    assert outcomes[0].partition(":")[0] in (
-        "equal", "CorruptCheckpointError", "UnsupportedFormatError",
-    ), outcomes  # fmt: skip
-
-
-@examples(40)
-@given(changes())
-def test_a_torch_file_is_read_or_refused(
-    child: LimitedChild,
-    tmp_path_factory: pytest.TempPathFactory,
-    change: Callable[[bytes], bytes],
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "x.pt"
-    state = {"w": torch.arange(6.0), "same": [torch.zeros(2, 3)], "step": 7}
-    torch.save(state, path)
-    path.write_bytes(change(path.read_bytes()))
-    outcomes = child.outcomes({"do": "torch file", "path": str(path)})
-    assert not outcomes[0].startswith(("raw", "the process")), outcomes
-
-
-def test_the_record_of_a_run_is_read_or_refused(tmp_path: Path, child: LimitedChild) -> None:
-    with CheckpointManager(tmp_path, ("zarr", 2)) as manager:
+    safetensors.torch.save_file(tensors, folder / "x.safetensors", {"made by": "us"})
+    torch.save({"w": torch.arange(6.0), "same": [torch.zeros(2, 3)], "step": 7}, folder / "x.pt")
+    with CheckpointManager(folder / "run", ("zarr", 2)) as manager:
         for step in (1, 2):
             manager.save(step, hostile_state.state())
         manager.verify(1)
-    path = tmp_path / "manager.json"
+    record = folder / "run" / "manager.json"
+    return {"safetensors": folder / "x.safetensors", "torch file": folder / "x.pt", "run": record}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch file", "run"])
+def test_a_single_file_is_read_or_refused(
+    kind: str, single_files: dict[str, Path], child: LimitedChild
+) -> None:
+    path = single_files[kind]
     before = path.read_bytes()
-    json.loads(before)
+    asked = {"do": "manager", "path": str(path.parent)} if kind == "run" else {"path": str(path)}
 
     @examples(40)
     @given(changes())
     def check(change: Callable[[bytes], bytes]) -> None:
         path.write_bytes(change(before))
-        outcomes = child.outcomes({"do": "manager", "path": str(tmp_path)})
+        outcomes = child.outcomes({"do": kind, **asked})
         assert not outcomes[0].startswith(("raw", "the process")), outcomes
+        if kind == "safetensors":
+            assert outcomes[0].startswith(
+                ("equal", "CorruptCheckpointError", "UnsupportedFormatError")
+            ), outcomes
 
     check()

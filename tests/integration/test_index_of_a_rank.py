@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import ShardedObject, ShardedTensor, StateMismatchError, load, save
+from dist_checkpointing import ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Index
 from dist_checkpointing.planning import DefaultLoadPlanner, Leaves
@@ -52,20 +52,6 @@ def test_a_rank_is_told_of_what_it_asks_for(
         rank: ["all", f"own{rank}"] for rank in range(RANKS)
     }
     assert all([*index.objects] == ["rng"] for index in seen.values())
-
-
-def test_all_keys_are_known_where_strictness_asks_for_them(checkpoint: Path) -> None:
-    def one(comm: Comm) -> None:
-        asked = template(comm.rank)
-        del asked["all"]
-        with pytest.raises(StateMismatchError, match="asked for by no rank") as raised:
-            load(asked, checkpoint, strict="raise_all", comm=comm)
-        assert [finding.key for finding in raised.value.findings] == ["all"]
-        asked["more"] = ShardedTensor.from_rank_offsets("more", torch.zeros(1))
-        _, missing, unexpected = load(asked, checkpoint, strict="return_all", comm=comm)
-        assert (missing, unexpected) == ({"all"}, {"more"})
-
-    run_ranks(RANKS, one)
 
 
 def test_a_rank_asks_for_tensors_of_fewer_axes_than_others(tmp_path: Path) -> None:
