@@ -150,23 +150,6 @@ import dist_checkpointing.strategies
     assert finished.stdout.count("import dist_checkpointing.strategies, not 'strategies'") == 3
 
 
-def test_a_backend_that_cannot_be_imported_is_an_error_with_a_hint(tmp_path: Path) -> None:
-    code = """
-import sys
-sys.modules["zarr"] = None
-from dist_checkpointing import CheckpointingException, save
-try:
-    save({}, "c", ("zarr", 2))
-except CheckpointingException as error:
-    print(type(error).__name__, error)
-"""
-    finished = run_fresh("-c", code, cwd=tmp_path)
-    assert "Cannot import a default strategy for: ('save_sharded', 'zarr', 2)" in finished.stdout
-    assert "zarr" in finished.stdout
-    assert "Hint" in finished.stdout
-    assert not (tmp_path / "c").exists()
-
-
 def test_the_help_of_the_program_imports_no_command_and_no_torch() -> None:
     code = """
 import sys

@@ -2,7 +2,8 @@
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import tensorstore as ts
 import torch
 import zarr
+from hypothesis import given, strategies as st
 
 import dist_checkpointing as dc
 from damage import files_in
 from dist_checkpointing import Checkpoint, fingerprint, save, verify_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.storage import Checksum, StorageOptions, fingerprints
+from dist_checkpointing.storage import Checksum, Durability, StorageOptions, fingerprints
 from dist_checkpointing.storage.fingerprints import sums_of_tensor
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import assert_same_bits
@@ -33,6 +35,7 @@ from states import (
     shard,
     wholes,
 )
+from tiers import examples
 
 SHARING = pytest.mark.parametrize(
     "backend", [("tensorstore", 1), ("zarr", 2), ("zarr", 1)], ids=lambda b: f"{b[0]}{b[1]}"
@@ -89,24 +92,6 @@ def test_only_what_changed_is_written(backend: Any, tmp_path: Path) -> None:
             array = ts.open({"driver": "zarr3", "kvstore": base}).result()
             found = array.read().result()
         assert np.array_equal(np.asarray(found), tensor.numpy())
-
-
-@pytest.mark.parametrize(
-    ("backend", "first"), [(("tensorstore", 1), "1"), (("zarr", 2), "2"), (("zarr", 1), "3")]
-)
-def test_checkpoints_are_deleted_in_any_order(backend: Any, first: str, tmp_path: Path) -> None:
-    states = {"1": model()}
-    states["2"] = {**states["1"], "layer0.w": torch.ones(40, 64)}
-    states["3"] = {**states["2"], "layer1.w": torch.zeros(40, 64)}
-    base = None
-    for name, tensors in states.items():
-        dc.save(wholes(tensors), tmp_path / name, backend, base=base)
-        base = tmp_path / name
-    for gone in [first, *(name for name in ("2", "1", "3") if name != first)][:2]:
-        shutil.rmtree(tmp_path / gone)
-        states.pop(gone)
-        for name, tensors in states.items():
-            assert_holds(tmp_path / name, tensors)
 
 
 @SHARING
@@ -271,9 +256,12 @@ def test_a_removal_leaves_other_checkpoints_alone(backend: Any, tmp_path: Path) 
     kept = {key: tensor for key, tensor in tensors.items() if key.startswith("layer")}
     assert_holds(tmp_path / "2", kept)
     assert set(dc.Checkpoint.open(tmp_path / "2").index) == set(kept)
-    # What is left of it may still be a base.
+    # What is left of it may still be a base, and what shares files may be deleted in any order.
     dc.save(wholes(tensors), tmp_path / "4", backend, base=tmp_path / "2")
-    assert_holds(tmp_path / "4", tensors)
+    for gone, others in (("2", "14"), ("1", "4")):
+        shutil.rmtree(tmp_path / gone)
+        for name in others:
+            assert_holds(tmp_path / name, tensors)
 
 
 @SHARING
@@ -398,3 +386,62 @@ def test_small_values_beside_shared_ones(tmp_path: Path) -> None:
     for end in ("bin", "upper"):
         name = f".dckpt/checksums/00000.{end}"
         assert (tmp_path / "2" / name).read_bytes() == (tmp_path / "full" / name).read_bytes()
+
+
+# How much of a disk a run of incremental saves takes, whatever changes.
+
+
+def is_data(path: Path) -> bool:
+    return path.is_file() and (path.parts[-3] == "data" or path.name.startswith("c."))
+
+
+def data_bytes(folders: Iterable[Path]) -> int:
+    """Bytes of the values in some checkpoints; what they share counts once."""
+    found = [path.stat() for folder in folders for path in folder.rglob("*") if is_data(path)]
+    return sum({status.st_ino: status.st_size for status in found}.values())
+
+
+@given(
+    strategy=st.sampled_from([TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy]),
+    sizes=st.lists(st.sampled_from([8, 80, 800, 8000]), min_size=10, max_size=10),
+    steps=st.lists(st.tuples(st.sets(st.integers(0, 9)), st.booleans()), min_size=1, max_size=7),
+    worlds=st.sampled_from([(1, 1), (2, 2), (2, 1), (1, 2), (2, 4)]),
+    file_bytes=st.sampled_from([10_000, 2**30]),
+)
+@examples(30)
+def test_at_most_the_state_and_twice_what_changed(
+    strategy: Any,
+    sizes: list[int],
+    steps: list[tuple[set[int], bool]],
+    worlds: tuple[int, int],
+    file_bytes: int,
+) -> None:
+    """Ranks are as many as the first of ``worlds`` says up to the middle, then the second."""
+    options = StorageOptions(
+        threads=1, durability=Durability.PAGE_CACHE, data_file_bytes=file_bytes
+    )
+    tensors = {f"w{i}": torch.arange(8 * float(n)).reshape(8, n) for i, n in enumerate(sizes)}
+    state_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    written = state_bytes
+    with tempfile.TemporaryDirectory() as name:
+        root, kept = Path(name), dict[Path, dict[str, torch.Tensor]]()
+        base: Path | None = None
+        for number, (changes, is_deleted) in enumerate([(set[int](), False), *steps]):
+            world = worlds[number > len(steps) // 2]
+            changed = set(changes)
+            if world != worlds[number - 1 > len(steps) // 2] and number:
+                # Other chunks: all of them may be written again.
+                changed = set(range(len(sizes)))
+            written += 2 * sum(tensors[f"w{i}"].nbytes for i in changed) if number else 0
+            for i in changes:
+                tensors[f"w{i}"] = tensors[f"w{i}"] + 1
+            folder = root / str(number)
+            save_on(world, sharded(tensors), folder, strategy(options=options), base=base)
+            assert data_bytes([folder]) <= 2 * state_bytes
+            if is_deleted and base is not None:
+                shutil.rmtree(base)
+                kept.pop(base)
+            kept[folder], base = dict(tensors), folder
+            assert data_bytes(kept) <= written
+        for folder, expected in kept.items():
+            assert_holds(folder, expected)
