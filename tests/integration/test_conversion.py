@@ -421,11 +421,6 @@ def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path
         convert(tmp_path / "text", tmp_path / "out", "zarr")
     with pytest.raises(dc.StrategyNotFoundError, match="safetensors"):
         convert(sources["zarr"], tmp_path / "out", "parquet")
-    options = ConvertOptions(reshard=["axis=0,parts=2"])
-    with pytest.raises(dc.CheckpointingException, match="reshard"):
-        convert(sources["zarr"], tmp_path / "out", "torch_file", options=options)
-    with pytest.raises(dc.CheckpointingException, match="memory"):
-        convert(sources["zarr"], tmp_path / "out", "zarr", options=ConvertOptions(memory_bytes=1))
     dc.save({"c": shard("c", torch.ones(2).to(torch.complex128))}, tmp_path / "c")
     with pytest.raises(dc.CheckpointingException, match="complex128"):
         convert(tmp_path / "c", tmp_path / "out", "safetensors")

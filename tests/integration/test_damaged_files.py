@@ -210,10 +210,12 @@ def as_file(name: str, content: Any) -> bytes:
 
 
 def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of the values in a nest; of a list the first and the last are enough."""
     yield path
     if isinstance(value, dict | list):
-        for step, below in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from places_in(below, (*path, step))
+        steps = value if isinstance(value, dict) else {*range(len(value))} & {0, len(value) - 1}
+        for step in steps:
+            yield from places_in(value[step], (*path, step))
 
 
 def with_value(content: Any, place: tuple[Any, ...], value: Any) -> Any:

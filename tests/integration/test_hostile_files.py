@@ -107,19 +107,19 @@ def test_a_file_without_an_end_is_not_read(victim: Victim, tmp_path: Path, place
 # Pickles.
 
 
-def some(files: dict[str, bytes], step: int = 1) -> list[tuple[str, bytes]]:
+def some(files: dict[str, bytes], step: int = 1, first: int = 0) -> list[tuple[str, bytes]]:
     """Every so many of them; fewer in the quick tier."""
-    found = list(files.items())[::step]
+    found = list(files.items())[first::step]
     return found[:: len(found) // share(len(found))]
 
 
 @pytest.mark.parametrize("backend", ["zarr 2"])
-@pytest.mark.parametrize(("file", "step"), [("common.pt", 1), ("object/shard_0_1.pt", 3)])
+@pytest.mark.parametrize(("file", "first"), [("common.pt", 0), ("object/shard_0_1.pt", 1)])
 def test_no_pickle_of_common_state_or_objects_hangs_or_kills(
-    victim: Victim, file: str, step: int
+    victim: Victim, file: str, first: int
 ) -> None:
-    # The same code reads both: of the second every third will do.
-    for name, content in some(hostile_pickles.torch_files(), step):
+    # The same code reads both: half of them is tried in each.
+    for name, content in some(hostile_pickles.torch_files(), 2, first):
         found = refusals(victim.outcomes(file, content))
         assert found, name
         assert all(
@@ -264,10 +264,10 @@ def test_a_chunk_never_unpacks_to_more_than_it_is(
     child: LimitedChild, tmp_path: Path, codec: str
 ) -> None:
     save(hostile_state.state(), tmp_path / "c", Zarr3SaveShardedStrategy(codec=codec))
-    level = {"cname": "zstd", "clevel": 5} if codec == "blosc" else {"level": 5}
+    level = {"cname": "zstd", "clevel": 5} if codec == "blosc" else {"level": 1}
     encoder = numcodecs.get_codec({"id": codec} | level)
-    bomb = bytes(encoder.encode(np.zeros(400 << 20, dtype=np.uint8)))
-    assert len(bomb) < 20 << 20
+    bomb = bytes(encoder.encode(np.zeros(200 << 20, dtype=np.uint8)))
+    assert len(bomb) < 1 << 20
     (tmp_path / "c" / "grid" / "c.0.0").write_bytes(bomb)
     outcomes = child.outcomes({"do": "checkpoint", "path": str(tmp_path / "c")})
     found = refusals(outcomes)
@@ -377,7 +377,7 @@ def test_a_file_is_read_as_it_was_or_refused(
     ]
     assert files
 
-    @examples(40)
+    @examples(25)
     @given(st.integers(0, len(files) - 1), changes())
     def check(number: int, change: Callable[[bytes], bytes]) -> None:
         checkpoint, path = files[number]
@@ -419,7 +419,7 @@ def test_a_single_file_is_read_or_refused(
     before = path.read_bytes()
     asked = {"do": "manager", "path": str(path.parent)} if kind == "run" else {"path": str(path)}
 
-    @examples(40)
+    @examples(25)
     @given(changes())
     def check(change: Callable[[bytes], bytes]) -> None:
         path.write_bytes(change(before))

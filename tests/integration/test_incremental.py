@@ -44,7 +44,7 @@ SHARING = pytest.mark.parametrize(
 ROW_BLOCKS = pytest.mark.parametrize("backend", [("tensorstore", 1), ("zarr", 2)], ids=str)
 
 
-def model(seed: int = 0, count: int = 8) -> dict[str, torch.Tensor]:
+def model(seed: int = 0, count: int = 5) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {f"layer{i}.w": torch.randn(40, 64, generator=generator) for i in range(count)}
 
@@ -408,7 +408,7 @@ def data_bytes(folders: Iterable[Path]) -> int:
     worlds=st.sampled_from([(1, 1), (2, 2), (2, 1), (1, 2), (2, 4)]),
     file_bytes=st.sampled_from([10_000, 2**30]),
 )
-@examples(30)
+@examples(15)
 def test_at_most_the_state_and_twice_what_changed(
     strategy: Any,
     sizes: list[int],
