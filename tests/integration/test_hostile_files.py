@@ -264,9 +264,9 @@ def test_a_chunk_never_unpacks_to_more_than_it_is(
     child: LimitedChild, tmp_path: Path, codec: str
 ) -> None:
     save(hostile_state.state(), tmp_path / "c", Zarr3SaveShardedStrategy(codec=codec))
-    level = {"cname": "zstd", "clevel": 5} if codec == "blosc" else {"level": 1}
+    level = {"cname": "zstd", "clevel": 5} if codec == "blosc" else {"level": 5}
     encoder = numcodecs.get_codec({"id": codec} | level)
-    bomb = bytes(encoder.encode(np.zeros(200 << 20, dtype=np.uint8)))
+    bomb = bytes(encoder.encode(np.zeros(300 << 20, dtype=np.uint8)))
     assert len(bomb) < 1 << 20
     (tmp_path / "c" / "grid" / "c.0.0").write_bytes(bomb)
     outcomes = child.outcomes({"do": "checkpoint", "path": str(tmp_path / "c")})
