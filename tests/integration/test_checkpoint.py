@@ -18,7 +18,7 @@ from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import assert_same_bits
 from samples import Sample, Samples
 from scripts import run_fresh
-from states import BACKEND, between, shard
+from states import BACKEND, between, cell, shard
 from tiers import examples
 
 
@@ -210,7 +210,7 @@ def test_compressed_chunks_that_are_not_wanted_may_be_gone(tmp_path: Path) -> No
 # Objects, common state, metadata.
 
 
-def test_objects_and_common_state(sample: Sample) -> None:
+def test_objects_common_state_and_what_it_is(sample: Sample) -> None:
     from dist_checkpointing import load_common_state_dict
 
     checkpoint = dc.Checkpoint.open(sample.folder)
@@ -221,13 +221,20 @@ def test_objects_and_common_state(sample: Sample) -> None:
     assert handle[1] == handle[(1,)] == handle[[1]] == {"seed": [1, 5]}
     assert (1,) in handle
     assert (2,) not in handle
-    for cell in (2, -1, (0, 0)):
+    for place in (2, -1, (0, 0)):
         with pytest.raises(KeyError, match="no cell"):
-            _ = handle[cell]
+            _ = handle[place]
     assert checkpoint.common == load_common_state_dict(sample.folder)
     assert checkpoint.common["iteration"] == 1000
     assert checkpoint.common["args"].betas == (0.9, 0.95)
     assert checkpoint.metadata == {"made_by": "a test"}
+    name, _, version = sample.name.removesuffix("-zstd").partition("-")
+    assert checkpoint.backend == (name, int(version or 1))
+    assert checkpoint.common_backend == ("torch", 1)
+    assert checkpoint.path == dc.Checkpoint.open(str(sample.folder)).path == sample.folder
+    assert repr(checkpoint).endswith("9 tensors>")
+    assert repr(checkpoint["flat"]) == "<'flat': float32[6, 10], 240 bytes>"
+    assert repr(handle) == "<'rng': object[2]>"
 
 
 def test_looking_is_not_collective(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,23 +249,6 @@ def test_looking_is_not_collective(sample: Sample, monkeypatch: pytest.MonkeyPat
     assert checkpoint.objects
     assert checkpoint.common
     dc.verify_checkpoint(sample.folder)
-
-
-def test_what_it_is(sample: Sample) -> None:
-    backends = {
-        "tensorstore": ("tensorstore", 1),
-        "zarr-2": ("zarr", 2),
-        "zarr-2-zstd": ("zarr", 2),
-        "zarr-1": ("zarr", 1),
-        "torch_dist": ("torch_dist", 1),
-    }
-    checkpoint = dc.Checkpoint.open(str(sample.folder))
-    assert checkpoint.backend == backends[sample.name]
-    assert checkpoint.common_backend == ("torch", 1)
-    assert checkpoint.path == sample.folder
-    assert repr(checkpoint).endswith("9 tensors>")
-    assert repr(checkpoint["flat"]) == "<'flat': float32[6, 10], 240 bytes>"
-    assert repr(checkpoint.objects["rng"]) == "<'rng': object[2]>"
 
 
 # What is not there, or not any more.
@@ -295,8 +285,7 @@ def test_a_checkpoint_that_was_deleted(samples: Samples, tmp_path: Path, name: s
 
 def test_a_checkpoint_that_was_overwritten(tmp_path: Path) -> None:
     def state(fill: float) -> dict[str, Any]:
-        cell = dc.ShardedObject("o", fill, (1,), (0,))
-        return {"w": shard("w", torch.full((4,), fill)), "o": cell}
+        return {"w": shard("w", torch.full((4,), fill)), "o": cell("o", fill)}
 
     dc.save(state(1.0), tmp_path / "c")
     checkpoint, late = dc.Checkpoint.open(tmp_path / "c"), dc.Checkpoint.open(tmp_path / "c")

