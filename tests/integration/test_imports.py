@@ -122,16 +122,6 @@ def test_the_version_is_written_down_once_and_the_licence_in_full() -> None:
     assert "The dist_checkpointing authors" in text
 
 
-@pytest.mark.parametrize("name", ["strategies", "backends.strategies", "__main__"])
-def test_strategies_under_another_name_refuses_to_be_imported(name: str) -> None:
-    spec = importlib.util.spec_from_file_location(name, PACKAGE / "strategies" / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    with pytest.raises(ImportError, match=r"import dist_checkpointing\.strategies, not") as raised:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert name in str(raised.value)
-
-
 def test_the_link_at_the_top_of_the_repository_refuses_to_be_imported() -> None:
     root = PACKAGE.parent
     if not (root / "strategies").exists():
