@@ -421,6 +421,11 @@ def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path
         convert(tmp_path / "text", tmp_path / "out", "zarr")
     with pytest.raises(dc.StrategyNotFoundError, match="safetensors"):
         convert(sources["zarr"], tmp_path / "out", "parquet")
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    unknown = (tmp_path / "x.safetensors").read_bytes().replace(b"F32", b"X32")
+    (tmp_path / "x.safetensors").write_bytes(unknown)
+    with pytest.raises(dc.UnsupportedFormatError, match="'w': unknown dtype; found X32"):
+        convert(tmp_path / "x.safetensors", tmp_path / "out", "zarr")
     dc.save({"c": shard("c", torch.ones(2).to(torch.complex128))}, tmp_path / "c")
     with pytest.raises(dc.CheckpointingException, match="complex128"):
         convert(tmp_path / "c", tmp_path / "out", "safetensors")
