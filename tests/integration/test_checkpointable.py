@@ -101,6 +101,9 @@ def test_what_one_shard_says_of_itself() -> None:
     found = tensor.__get_tensor_shard__(item.index)
     assert tuple(found.shape) == (1, 3)
     assert found.data_ptr() == data_of(shard).data_ptr()
+    with pytest.raises(NotImplementedError, match="only saved and loaded"):
+        tensor + 1
+    assert "size=(4, 6)" in repr(tensor)
 
 
 def test_a_container_finds_its_shards_by_hint_and_by_offset() -> None:
@@ -159,10 +162,3 @@ def test_what_cannot_be_made_checkpointable() -> None:
     other = ShardedTensor.from_rank_offsets("other", torch.ones(3))
     with pytest.raises(InvalidShardingError, match="one tensor"):
         LocalShardsContainer.from_sh_tens([row(0), other])
-
-
-def test_nothing_can_be_computed_with_them() -> None:
-    tensor = CheckpointableShardedTensor.from_sh_ten(row(1))
-    with pytest.raises(NotImplementedError, match="only saved and loaded"):
-        tensor + 1
-    assert "size=(4, 6)" in repr(tensor)

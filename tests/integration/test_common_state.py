@@ -156,11 +156,6 @@ VALUES: dict[str, Any] = {
         np.random.Philox(5).state,
         torch.Generator().manual_seed(5).get_state(),
     ],
-    "optimizer state": {
-        "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}},
-        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0, 1]}],
-    },
-    "scheduler state": {"last_epoch": 5, "_last_lr": [0.1], "milestones": collections.Counter([3])},
     "ids": {1: "int", "1": "text", (1, "a"): "tuple", None: "none", 1.5: "float", b"b": "bytes"},
     "long text": "ü" * 10_000,
     "nested deep": [[[[[[[[[["bottom"], 1], {2: []}]]]]]]]],
@@ -225,6 +220,11 @@ def test_what_load_would_refuse_is_refused_at_save(tmp_path: Path, name: str) ->
     trusted = dc.load(template, tmp_path / "c", trusted=True)["deep"][0]["v"]
     assert type(trusted) is type(value)
     assert dc.load_common_state_dict(tmp_path / "c", trusted=True).keys() == {"step", "deep"}
+    opened = dc.Checkpoint.open(tmp_path / "c")
+    assert not opened.trusted
+    refuses(lambda: opened.common, file)
+    refuses(lambda: opened.metadata, file)
+    assert dc.Checkpoint.open(tmp_path / "c", trusted=True).common.keys() == {"step", "deep"}
 
 
 @BACKEND
@@ -242,7 +242,10 @@ def test_an_object_that_load_would_refuse_is_refused_at_save(
     template = {"x": [cell()]}
     with pytest.raises(dc.UnsupportedFormatError, match="Settings"):
         dc.load(template, tmp_path)
+    with pytest.raises(dc.UnsupportedFormatError, match="Settings"):
+        _ = dc.Checkpoint.open(tmp_path).objects["o"][0]
     assert dc.load(template, tmp_path, trusted=True) == {"x": [{"a": Settings(5)}]}
+    assert dc.Checkpoint.open(tmp_path, trusted=True).objects["o"][0] == {"a": Settings(5)}
 
 
 def test_everything_that_is_refused_is_named_at_once_on_all_ranks(tmp_path: Path) -> None:
@@ -335,17 +338,14 @@ def hostile(marker: Path) -> dict[str, tuple[Any, str]]:
     return {
         "os.system": (Calls(os.system, touch), "system"),
         "eval": (Calls(eval, write), "eval"),
-        "exec": (Calls(exec, write), "exec"),
         "getattr": (Calls(getattr, Settings, "depth"), "getattr"),
         "attrgetter": (Calls(operator.attrgetter, "system"), "attrgetter"),
-        "open": (Calls(open, str(marker), "w"), "open"),
         "partial": (Calls(functools.partial, os.system, touch), "partial"),
         "os.system as a default factory": (
             collections.defaultdict(functools.partial(os.system, touch)),
             "partial",
         ),
         "pickle.loads": (Calls(pickle.loads, pickle.dumps(Calls(os.system, touch))), "loads"),
-        "torch.load": (Calls(torch.load, str(marker)), "load"),
         "deep inside": ({"a": [(1, namespace(x=Calls(os.system, touch)))]}, "system"),
     }
 
@@ -385,19 +385,17 @@ def test_trusted_unpickles_anything(tmp_path: Path) -> None:
     assert marker.exists()
 
 
-@pytest.mark.parametrize("form", ["plain pickle", "old torch format"])
-def test_a_hostile_file_in_another_format_is_not_executed_either(tmp_path: Path, form: str) -> None:
-    marker = tmp_path / "marker"
+def test_a_hostile_file_in_another_format_is_not_executed_either(tmp_path: Path) -> None:
+    marker, path = tmp_path / "marker", tmp_path / "c" / "common.pt"
     value = {"v": Calls(os.system, f"touch {marker}")}
     dc.save({"step": 1}, tmp_path / "c")
-    path = tmp_path / "c" / "common.pt"
-    if form == "plain pickle":
-        path.write_bytes(pickle.dumps(value))
-    else:
-        torch.save(value, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(dc.CheckpointingException, match=r"common\.pt"):
-        dc.load_common_state_dict(tmp_path / "c")
-    assert not marker.exists()
+    old = io.BytesIO()
+    torch.save(value, old, _use_new_zipfile_serialization=False)
+    for content in (old.getvalue(), pickle.dumps(value)):
+        path.write_bytes(content)
+        with pytest.raises(dc.CheckpointingException, match=r"common\.pt"):
+            dc.load_common_state_dict(tmp_path / "c")
+        assert not marker.exists()
 
 
 class PointersFromBytes:
@@ -431,19 +429,6 @@ def test_an_array_that_would_take_bytes_for_pointers_is_refused(tmp_path: Path, 
         dc.load_common_state_dict(tmp_path)
 
 
-@BACKEND
-def test_an_extra_state_of_bytes_comes_back_on_every_backend(
-    tmp_path: Path, backend: tuple[str, int]
-) -> None:
-    """What older versions of TransformerEngine return from ``get_extra_state``."""
-    extra = io.BytesIO()
-    torch.save({"scale": torch.ones(3), "history": 1}, extra)
-    dc.save({"e": cell(extra, "layer._extra_state")}, tmp_path, backend)
-    loaded = dc.load({"e": cell(key="layer._extra_state")}, tmp_path)
-    assert same(loaded["e"], extra)
-    dc.verify_checkpoint(tmp_path)
-
-
 # The allow-list of the process.
 
 
@@ -469,32 +454,23 @@ class Frozen:
 
 
 @BACKEND
-def test_dataclasses_and_enums_that_the_user_allowed_are_saved_and_loaded(
+def test_dataclasses_enums_and_extra_states_of_bytes_are_saved_and_loaded(
     tmp_path: Path, backend: tuple[str, int]
 ) -> None:
+    """Classes that the user allowed, and what ``get_extra_state`` of TransformerEngine returns."""
+    extra = io.BytesIO()
+    torch.save({"scale": torch.ones(3), "history": 1}, extra)
     value = {"cfg": Settings(7), "frozen": Frozen(3, "y"), "c": [Colour.RED], "p": Pair(1, 2)}
     with torch.serialization.safe_globals([Settings, Frozen, Colour, Pair]):
-        dc.save({"v": value, "o": cell(value)}, tmp_path, backend)
-        template = {"o": cell()}
-        assert dc.load(template, tmp_path) == {"v": value, "o": value}
-
-
-def test_our_allow_list_does_not_leak_into_the_process(tmp_path: Path) -> None:
-    before = set(torch.serialization.get_safe_globals())
-    dc.save({"n": namespace(x=1), "o": cell(namespace())}, tmp_path)
-    dc.load({"o": cell()}, tmp_path)
-    torch.save({"v": Colour.RED}, tmp_path / "common.pt")
-    with pytest.raises(dc.UnsupportedFormatError):
-        dc.load_common_state_dict(tmp_path)
-    assert set(torch.serialization.get_safe_globals()) == before
-    buffer = io.BytesIO()
-    torch.save(namespace(x=1), buffer)
-    buffer.seek(0)
-    with pytest.raises(pickle.UnpicklingError, match=r"argparse\.Namespace"):
-        torch.load(buffer, weights_only=True)
+        dc.save({"v": value, "o": cell(value), "e": cell(extra, "extra")}, tmp_path, backend)
+        loaded = dc.load({"o": cell(), "e": cell(key="extra")}, tmp_path)
+        assert same(loaded.pop("e"), extra)
+        assert loaded == {"v": value, "o": value}
+        dc.verify_checkpoint(tmp_path)
 
 
 def test_many_threads_may_load_and_save_at_once(tmp_path: Path) -> None:
+    """And the list of classes that we allow does not leak into the process."""
     state = {
         "n": namespace(x=[np.float32(1.5), dt.timedelta(5)]),
         "o": dc.ShardedObject("o", {"a": collections.deque(), "s": random.getstate()}, (1,), (0,)),
@@ -513,32 +489,33 @@ def test_many_threads_may_load_and_save_at_once(tmp_path: Path) -> None:
         assert dc.load_common_state_dict(tmp_path / f"{number}")["n"].x == number
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(48)))
+        list(pool.map(work, range(24)))
+    torch.save({"v": Colour.RED}, tmp_path / "c" / "common.pt")
+    with pytest.raises(dc.UnsupportedFormatError):
+        dc.load_common_state_dict(tmp_path / "c")
     assert set(torch.serialization.get_safe_globals()) == before
+    torch.save(namespace(x=1), tmp_path / "namespace.pt")
+    with pytest.raises(pickle.UnpicklingError, match=r"argparse\.Namespace"):
+        torch.load(tmp_path / "namespace.pt", weights_only=True)
 
 
 def test_what_the_user_allows_while_others_load_stays_allowed(tmp_path: Path) -> None:
     dc.save({"n": namespace(x=1)}, tmp_path)
-    stop = False
 
-    def keep_loading() -> None:
-        while not stop:
-            dc.load_common_state_dict(tmp_path)
+    def load(_: int) -> None:
+        dc.load_common_state_dict(tmp_path)
 
     try:
         with ThreadPoolExecutor(2) as pool:
-            running = [pool.submit(keep_loading) for _ in range(2)]
+            loads = pool.map(load, range(200))
             for _ in range(50):
                 torch.serialization.add_safe_globals([Settings, Colour])
                 dc.load_common_state_dict(tmp_path)
                 assert {Settings, Colour} <= set(torch.serialization.get_safe_globals())
-            stop = True
-            for task in running:
-                task.result()
+            assert len([*loads]) == 200
         assert {Settings, Colour} <= set(torch.serialization.get_safe_globals())
         assert argparse.Namespace not in torch.serialization.get_safe_globals()
     finally:
-        stop = True
         torch.serialization.clear_safe_globals()
 
 
@@ -558,29 +535,23 @@ def hiding_places() -> dict[str, Callable[[Any], Any]]:
     }
 
 
-LEAVES: dict[str, Callable[[], Any]] = {
-    "tensor": lambda: shard("w", torch.ones(2)),
-    "object": lambda: cell(5),
-    "local": lambda: dc.LocalNonpersistentObject(5),
-}
+LEAVES = [shard("w", torch.ones(2)), cell(5), dc.LocalNonpersistentObject(5)]
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize("place", hiding_places())
 def test_a_leaf_that_hides_in_an_object_is_an_error_at_save_on_all_ranks(
-    tmp_path: Path, place: str, leaf: str
+    tmp_path: Path, place: str
 ) -> None:
-    def save_rank(comm: Comm) -> None:
-        dc.save({"x": hiding_places()[place](LEAVES[leaf]())}, tmp_path / "c", comm=comm)
-
-    error = the_one_error(2, save_rank, dc.InvalidShardingError)
-    for words in (
-        "sharded leaf is inside",
-        type(LEAVES[leaf]()).__name__,
-        "dicts, lists and tuples",
-    ):
-        assert words in str(error)
-    assert not dc.check_is_distributed_checkpoint(tmp_path / "c")
+    for leaf in LEAVES if place == "deep" else LEAVES[:1]:
+        state = {"x": hiding_places()[place](leaf)}
+        error = the_one_error(
+            2,
+            lambda comm: dc.save(state, tmp_path / "c", comm=comm),  # noqa: B023
+            dc.InvalidShardingError,
+        )
+        for words in ("sharded leaf is inside", type(leaf).__name__, "dicts, lists and tuples"):
+            assert words in str(error)
+        assert not dc.check_is_distributed_checkpoint(tmp_path / "c")
 
 
 # Ranks that differ.
@@ -591,6 +562,10 @@ def test_the_common_state_of_rank_0_is_saved_and_one_warning_names_differences(
 ) -> None:
     def save_rank(comm: Comm) -> None:
         state: dict[str, Any] = {"same": torch.ones(2), "rank": comm.rank, "deep": {"a": [1, 2]}}
+        # Nothing is lost with these, which are no error.
+        state["loss"] = torch.tensor(float(comm.rank))
+        if comm.rank == 0:
+            state["mean"] = torch.ones(2)
         if comm.rank == 1:
             state["only here"] = 5
         if comm.rank == 2:
@@ -599,15 +574,15 @@ def test_the_common_state_of_rank_0_is_saved_and_one_warning_names_differences(
 
     with caplog.at_level(logging.WARNING):
         run_ranks(3, save_rank)
-    assert same(
-        dc.load_common_state_dict(tmp_path),
-        {"same": torch.ones(2), "rank": 0, "deep": {"a": [1, 2]}},
-    )
+    numbers = {"rank": 0, "deep": {"a": [1, 2]}, "loss": torch.tensor(0.0), "mean": torch.ones(2)}
+    assert same(dc.load_common_state_dict(tmp_path), {"same": torch.ones(2), **numbers})
     (message,) = [record.getMessage() for record in caplog.records]
     lines = message.splitlines()
     assert "only rank 0's are saved" in lines[0]
     assert lines[1:-1] == [
         "  - state_dict['deep']['a'][1]: missing on rank 2",
+        "  - state_dict['loss']: another value on ranks 1, 2",
+        "  - state_dict['mean']: missing on ranks 1, 2",
         "  - state_dict['only here']: missing on rank 0, so not saved; is on rank 1",
         "  - state_dict['rank']: another value on ranks 1, 2",
     ]
@@ -636,24 +611,6 @@ def test_tensors_that_differ_between_ranks_are_an_error_with_keys_and_ranks(
     assert finding.ranks == (1, 2)
     assert "ShardedTensor.from_rank_offsets" in str(error)
     assert not (tmp_path / "c").exists()
-
-
-def test_tensors_that_only_rank_0_has_and_single_numbers_are_no_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing is lost."""
-
-    def save_rank(comm: Comm) -> None:
-        state: dict[str, Any] = {"loss": torch.tensor(float(comm.rank))}
-        if comm.rank == 0:
-            state["mean"] = torch.ones(2)
-        dc.save(state, tmp_path, comm=comm)
-
-    run_ranks(2, save_rank)
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "state_dict['loss']: another value on rank 1" in message
-    assert "state_dict['mean']: missing on rank 1" in message
-    assert dc.load_common_state_dict(tmp_path)["mean"].tolist() == [1, 1]
 
 
 def test_what_differs_may_be_left_out_of_the_comparison(

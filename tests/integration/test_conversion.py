@@ -18,15 +18,15 @@ import dist_checkpointing as dc
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Box
-from dist_checkpointing.planning import CastTo, Keep, Recipe, Rename
+from dist_checkpointing.planning import Keep, Recipe
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.torch_file import COMMON_KEY, OBJECTS_KEY
-from dist_checkpointing.testing import failures_on, random_bits, run_ranks
+from dist_checkpointing.testing import assert_same_bits, failures_on, random_bits, run_ranks
 from dist_checkpointing.tools import convert as conversions
 from dist_checkpointing.tools.convert import Conversion, conversion
-from faults import failing
-from samples import GOLDEN, GOLDEN_NAMES
-from states import between, cell, flat, shard
+from faults import before_first, failing
+from samples import COMMON, GOLDEN_NAMES, METADATA, golden_sample, save_sample
+from states import cell, shard
 from tiers import examples
 from tilings import tilings
 
@@ -39,71 +39,40 @@ BACKENDS = {
 FORMATS = [*BACKENDS, "safetensors", "torch_file"]
 KINDS = ["tensorstore", "safetensors", "torch_file"]
 """What is written: a checkpoint, a folder of files, a file."""
-COMMON: dict[str, Any] = {
-    "note": "a text",
-    "step": 7,
-    "nest": {"a": [1, (2, 3)], "empty": {}},
-    "order": torch.arange(3),
-}
 convert = conversions.convert
 ConvertOptions = conversions.ConvertOptions
 ROOMY = ConvertOptions(memory_bytes=8 * 2**30)
 
 
-def oracle() -> dict[str, torch.Tensor]:
-    shapes = {
-        "model.w": ((8, 12), torch.float32),
-        "model.half": ((6, 4), torch.bfloat16),
-        "model.odd/key": ((5, 3, 2), torch.float16),
-        "optim.m": ((24,), torch.float64),
-        "flags": ((7,), torch.bool),
-        "ids": ((4,), torch.int64),
-        "fp8": ((4, 4), torch.float8_e4m3fn),
-        "scalar": ((), torch.float32),
-        "none": ((0, 3), torch.float32),
-    }
-    return {
-        key: random_bits(shape, dtype, seed)
-        for seed, (key, (shape, dtype)) in enumerate(shapes.items())
-    }
-
-
-ORACLE = oracle()
-
-
-def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return tensor.dtype, tuple(tensor.shape), raw.tolist()
+ORACLE = {
+    key: random_bits(shape, dtype, seed)
+    for seed, (key, shape, dtype) in enumerate(
+        [
+            ("model.w", (8, 12), torch.float32),
+            ("model.half", (6, 4), torch.bfloat16),
+            ("model.odd/key", (4, 3, 2), torch.float16),
+            ("uneven", (7, 5), torch.float64),
+            ("flat", (6, 10), torch.float32),
+            ("flags", (7,), torch.bool),
+            ("ids", (4,), torch.int64),
+            ("fp8", (4, 4), torch.float8_e4m3fn),
+            ("scalar", (), torch.float32),
+            ("none", (0, 3), torch.float32),
+        ]
+    )
+}
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert sorted(found) == sorted(wanted)
     for key, tensor in wanted.items():
-        assert bits(found[key]) == bits(tensor), key
-
-
-def state_of_rank(comm: Comm) -> dict[str, Any]:
-    """Two ranks: even and uneven cuts, a flattened range, a replica, objects."""
-    rank, state = comm.rank, dict(COMMON)
-    leaves = {}
-    for key, full in ORACLE.items():
-        if key == "optim.m":
-            leaves[key] = flat(key, full, *((0, 7), (7, 24))[rank])
-        elif full.ndim and full.shape[0] > 1:
-            half = (full.shape[0] + 1) // 2
-            leaves[key] = between(key, full, *((0, half), (half, len(full)))[rank])
-        else:
-            leaves[key] = shard(key, full, replica_id=rank)
-    state["sharded"] = leaves
-    state["rng"] = cell("rng", {"seed": rank, "t": torch.ones(2) * rank}, comm)
-    return state
+        assert_same_bits(found[key], tensor, key)
 
 
 def make_source(folder: Path, file_format: str) -> Path:
     path = folder / f"source.{file_format.replace(':', '')}"
     if file_format in BACKENDS:
-        backend = BACKENDS[file_format]
-        run_ranks(2, lambda comm: dc.save(state_of_rank(comm), path, backend, comm=comm))
+        save_sample(path, BACKENDS[file_format], ORACLE)
     elif file_format == "safetensors":
         path.mkdir()
         keys = list(ORACLE)
@@ -114,12 +83,11 @@ def make_source(folder: Path, file_format: str) -> Path:
         content = {"metadata": {}, "weight_map": weight_map}
         (path / "model.safetensors.index.json").write_text(json.dumps(content))
     else:
-        nested: dict[str, Any] = {k: v for k, v in ORACLE.items() if not k.startswith("model.")}
-        nested["model"] = {
-            k.removeprefix("model."): v for k, v in ORACLE.items() if k.startswith("model.")
-        }
-        nested["optim"] = {"m": nested.pop("optim.m")}
-        torch.save({**nested, "note": "a text", "step": 7}, path)
+        nested: dict[str, Any] = {"model": {}, "note": "a text", "step": 7}
+        for key, tensor in ORACLE.items():
+            above, _, name = key.rpartition(".")
+            (nested[above] if above else nested)[name] = tensor
+        torch.save(nested, path)
     return path
 
 
@@ -154,20 +122,18 @@ def test_bits_arrive(sources: dict[str, Path], source: str, to: str, tmp_path: P
     if to == "safetensors":
         return
     found = Checkpoint.open(tmp_path / "out")
-    assert done.left_out == ()
-    common, order = dict(found.common), COMMON["order"]
-    assert torch.equal(common.pop("order"), order)
-    assert {**common, "order": order}.keys() == COMMON.keys()
-    assert {**common, "order": 0} == {**COMMON, "order": 0}
+    lost = {"args"} if to == "torch_file" else set[str]()  # a Namespace, which torch refuses
+    assert len(done.left_out) == len(lost)
+    common = {**COMMON, "content_metadata": METADATA}
+    assert found.common == {key: value for key, value in common.items() if key not in lost}
     assert {key: own.shape for key, own in found.objects.items()} == {"rng": (2,)}
-    for rank in range(2):
-        value = found.objects["rng"][rank]
-        assert value["seed"] == rank
-        assert torch.equal(value["t"], torch.ones(2) * rank)
+    assert [found.objects["rng"][rank] for rank in range(2)] == [{"seed": [r, 5]} for r in (0, 1)]
 
 
-def test_safetensors_say_what_they_cannot_hold(sources: dict[str, Path], tmp_path: Path) -> None:
-    done = convert(sources["zarr"], tmp_path / "out", "safetensors", options=ROOMY)
+def test_safetensors_say_what_they_cannot_hold(tmp_path: Path) -> None:
+    state = {"w": shard("w", torch.ones(2)), "rng": cell("rng", 5), "note": "a text", "step": 7}
+    dc.save(state, tmp_path / "source", "zarr")
+    done = convert(tmp_path / "source", tmp_path / "out", "safetensors", options=ROOMY)
     assert len(done.left_out) == 2
     assert "step" in done.left_out[0]
     assert "rng" in done.left_out[1]
@@ -179,51 +145,40 @@ def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) 
     def values(start: int) -> torch.Tensor:
         return torch.arange(start, start + 3)
 
-    common = {
+    common: dict[str, Any] = {
         "a": [values(0), (values(10), {"x": values(20)})],
         "b": values(30),
         "none": values(0)[:0],
     }
-    cell = {"y": [values(40), values(50)], "z": values(60).bfloat16()}
+    value = {"y": [values(40), values(50)], "z": values(60).bfloat16()}
     tensors = {"w": values(70), "empty": torch.ones(0, 2), "v": torch.tensor(5)}
     leaves = {key: shard(key, data) for key, data in tensors.items()}
-    dc.save({**common, **leaves, "o": dc.ShardedObject("o", cell, (1,), (0,))}, tmp_path / "c")
-    convert(tmp_path / "c", tmp_path / "out.pt", "torch_file", options=ROOMY)
+    state = {**common, **leaves, "o": cell("o", value), "args": Namespace(lr=1.0)}
+    dc.save(state, tmp_path / "c")
+    done = convert(tmp_path / "c", tmp_path / "out.pt", "torch_file", options=ROOMY)
+    (left_out,) = done.left_out  # which torch refuses to read with weights_only
+    assert "args" in left_out
     found = torch.load(tmp_path / "out.pt", weights_only=True)
-    expected = {**tensors, COMMON_KEY: common, OBJECTS_KEY: {"o": {(0,): cell}}}
+    expected = {**tensors, COMMON_KEY: common, OBJECTS_KEY: {"o": {(0,): value}}}
     assert repr(found) == repr({key: expected[key] for key in found})
     assert found.keys() == expected.keys()
     again = Checkpoint.open(tmp_path / "out.pt")
     assert repr(again.common) == repr(common)
-    assert repr(again.objects["o"][0]) == repr(cell)
-
-
-def test_torch_leaves_out_what_weights_only_refuses(tmp_path: Path) -> None:
-    state = {"w": shard("w", torch.ones(2)), "args": Namespace(lr=1.0), "step": 3}
-    dc.save(state, tmp_path / "source")
-    done = convert(tmp_path / "source", tmp_path / "out.pt", "torch_file", options=ROOMY)
-    assert "args" in done.left_out[0]
-    content = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)
-    assert content[COMMON_KEY] == {"step": 3}
-    assert torch.equal(content["w"], torch.ones(2))
+    assert repr(again.objects["o"][0]) == repr(value)
 
 
 @pytest.mark.parametrize(("name", "to"), [*zip(GOLDEN_NAMES * 2, FORMATS, strict=True)])
 def test_releases_of_megatron(name: str, to: str, tmp_path: Path) -> None:
-    content = json.loads((GOLDEN / f"{name}.expected.json").read_text())["tensors"]
-    wanted = {
-        key: torch.tensor(t["flat_values"], dtype=getattr(torch, t["dtype"])).reshape(t["shape"])
-        for key, t in content.items()
-    }
-    convert(GOLDEN / name, tmp_path / "out", to, options=ROOMY)
-    assert_same(read_back(tmp_path / "out", to), wanted)
+    sample = golden_sample(name)
+    convert(sample.folder, tmp_path / "out", to, options=ROOMY)
+    assert_same(read_back(tmp_path / "out", to), sample.tensors)
 
 
 def test_the_cut_is_kept_and_may_be_changed(sources: dict[str, Path], tmp_path: Path) -> None:
     convert(sources["zarr"], tmp_path / "same", "tensorstore", options=ROOMY)
     before, after = (dc.Checkpoint.open(p) for p in (sources["zarr"], tmp_path / "same"))
-    assert {k: [c.box for c in before[k].chunks] for k in before if k != "optim.m"} == {
-        k: [c.box for c in after[k].chunks] for k in after if k != "optim.m"
+    assert {k: [c.box for c in before[k].chunks] for k in before if k != "flat"} == {
+        k: [c.box for c in after[k].chunks] for k in after if k != "flat"
     }
     options = replace(ROOMY, reshard=["model.w:axis=1,parts=3;axis=0,parts=2"])
     for to in BACKENDS:
@@ -252,25 +207,6 @@ def test_files_are_divided_as_hugging_face_does(sources: dict[str, Path], tmp_pa
     assert_same(read_back(tmp_path / "back", "zarr"), ORACLE)
 
 
-@pytest.mark.parametrize("to", KINDS)
-def test_renamed_cast_and_selected(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
-    recipe = Recipe(
-        Keep("model.{x*}"),
-        Rename("model.{x*}", "m.{x}"),
-        Rename("{x*}/{y}", "{x}_{y}"),
-        CastTo("{x*}", "bfloat16"),
-        CastTo("m.half", "float32"),
-    )
-    options = replace(ROOMY, lossy=True)
-    convert(sources["torch_dist"], tmp_path / "out", to, recipe=recipe, options=options)
-    wanted = {
-        "m.w": ORACLE["model.w"].to(torch.bfloat16),
-        "m.half": ORACLE["model.half"].to(torch.float32),
-        "m.odd_key": ORACLE["model.odd/key"].to(torch.bfloat16),
-    }
-    assert_same(read_back(tmp_path / "out", to), wanted)
-
-
 @pytest.mark.parametrize("codec", ["zstd", "blosc"])
 def test_compressed_chunks(codec: str, tmp_path: Path) -> None:
     full = torch.arange(60.0).reshape(6, 10)
@@ -282,7 +218,7 @@ def test_compressed_chunks(codec: str, tmp_path: Path) -> None:
         assert_same(read_back(tmp_path / to, to), {"w": full})
 
 
-@examples(25)
+@examples(15)
 @given(
     st.data(),
     st.sampled_from(sorted(BACKENDS)),
@@ -315,7 +251,7 @@ def test_small_boxes_and_many_threads(tmp_path: Path) -> None:
     dc.save({**state, "big": shard("big", big)}, tmp_path / "source")
     wanted = {key: leaf.data for key, leaf in state.items() if leaf.data is not None}
     wanted["big"] = big
-    for to in FORMATS:
+    for to in ("tensorstore", "zarr", "safetensors", "torch_file"):
         reshard = ["big:axis=1,parts=2"] if to in BACKENDS else []
         options = ConvertOptions(threads=8, reshard=reshard)
         convert(tmp_path / "source", tmp_path / to, to, options=options)
@@ -358,8 +294,10 @@ def test_values_that_are_stored_once_are_not_written_out_unasked(
     assert_same(read_back(tmp_path / "out", to), {"w": torch.full((100_000,), 1.5)})
 
 
-@pytest.mark.parametrize("to", [name for name in FORMATS if name != "torch_file"])
-@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize(
+    ("source", "to"),
+    [*zip(FORMATS, [*FORMATS[1:5], *FORMATS[:2]], strict=True)],  # only one rank writes one file
+)
 def test_ranks_share_the_work(
     sources: dict[str, Path], source: str, to: str, tmp_path: Path
 ) -> None:
@@ -416,47 +354,6 @@ def test_a_pickle_that_runs_code_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def header(**rows: Any) -> bytes:
-    text = json.dumps(rows).encode()
-    return len(text).to_bytes(8, "little") + text
-
-
-ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff" * 16,
-        header(w=ROW),
-        header(w=ROW) + bytes(9),
-        header(w={**ROW, "shape": [3]}) + bytes(8),
-        header(w={**ROW, "shape": [-2]}) + bytes(8),
-        header(w={**ROW, "data_offsets": [4, 12]}) + bytes(12),
-        header(w=ROW, v=ROW) + bytes(8),
-        header(w={**ROW, "dtype": "F4"}) + bytes(8),
-        header(w=[1]) + bytes(8),
-    ],
-)
-def test_a_damaged_safetensors_file(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "m.safetensors").write_bytes(content)
-    with pytest.raises(dc.CheckpointingException):
-        convert(tmp_path / "m.safetensors", tmp_path / "out", "zarr")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_index_and_files_that_differ(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"w": torch.ones(1)}, folder / "a.safetensors")
-    for weight_map in ({"v": "a.safetensors"}, {"w": "b.safetensors"}, {"w": "../a.safetensors"}):
-        text = json.dumps({"weight_map": weight_map})
-        (folder / "model.safetensors.index.json").write_text(text)
-        with pytest.raises(dc.CorruptCheckpointError):
-            assert Checkpoint.open(folder).index
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "torch_file"])
 def test_a_file_that_is_replaced_while_it_is_read(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"m.{kind}"
@@ -475,7 +372,9 @@ def test_a_file_that_is_replaced_while_it_is_read(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("to", KINDS)
-def test_what_is_there_is_not_touched(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
+def test_what_is_there_is_replaced_only_if_asked_for_and_alike(
+    sources: dict[str, Path], to: str, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine").write_text("keep")
@@ -484,17 +383,12 @@ def test_what_is_there_is_not_touched(sources: dict[str, Path], to: str, tmp_pat
         with pytest.raises(dc.CheckpointExistsError):
             convert(sources["zarr"], out, to, options=options)
     assert [path.name for path in out.iterdir()] == ["mine"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("to", KINDS)
-def test_overwriting_what_is_alike(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    (out / "mine").unlink()
+    out.rmdir()
     convert(sources["zarr"], out, to, recipe=Recipe(Keep("flags")), options=ROOMY)
     with pytest.raises(dc.CheckpointExistsError, match="force"):
         convert(sources["zarr"], out, to, options=ROOMY)
-    options = ConvertOptions(overwrite=True)
-    convert(sources["zarr"], out, to, options=options)
+    convert(sources["zarr"], out, to, options=ConvertOptions(overwrite=True))
     assert_same(read_back(out, to), ORACLE)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -527,11 +421,11 @@ def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path
         convert(tmp_path / "text", tmp_path / "out", "zarr")
     with pytest.raises(dc.StrategyNotFoundError, match="safetensors"):
         convert(sources["zarr"], tmp_path / "out", "parquet")
-    options = ConvertOptions(reshard=["axis=0,parts=2"])
-    with pytest.raises(dc.CheckpointingException, match="reshard"):
-        convert(sources["zarr"], tmp_path / "out", "torch_file", options=options)
-    with pytest.raises(dc.CheckpointingException, match="memory"):
-        convert(sources["zarr"], tmp_path / "out", "zarr", options=ConvertOptions(memory_bytes=1))
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    unknown = (tmp_path / "x.safetensors").read_bytes().replace(b"F32", b"X32")
+    (tmp_path / "x.safetensors").write_bytes(unknown)
+    with pytest.raises(dc.UnsupportedFormatError, match="'w': unknown dtype; found X32"):
+        convert(tmp_path / "x.safetensors", tmp_path / "out", "zarr")
     dc.save({"c": shard("c", torch.ones(2).to(torch.complex128))}, tmp_path / "c")
     with pytest.raises(dc.CheckpointingException, match="complex128"):
         convert(tmp_path / "c", tmp_path / "out", "safetensors")
@@ -539,28 +433,20 @@ def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path
 
 
 @pytest.mark.parametrize("to", KINDS)
-def test_a_failed_read_leaves_nothing(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
+def test_a_read_that_fails_and_a_source_that_changes_leave_nothing(
+    sources: dict[str, Path], to: str, tmp_path: Path
+) -> None:
     no_space = pytest.raises(dc.CheckpointingException, match="No space left")
     with failing("dist_checkpointing.Checkpoint.read", code=errno.ENOSPC), no_space as caught:
         convert(sources["zarr"], tmp_path / "out", to, options=ROOMY)
     assert "Traceback" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
+    def save(**options: Any) -> None:
+        dc.save({"k": shard("k", torch.ones(4))}, tmp_path / "source", **options)
 
-@pytest.mark.parametrize("to", KINDS)
-def test_a_source_that_is_overwritten_meanwhile(
-    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leaf = shard("k", torch.ones(4))
-    dc.save({"k": leaf}, tmp_path / "source")
-
-    read = dc.Checkpoint.read
-
-    def overwriting(self: dc.Checkpoint, wanted: Any) -> list[torch.Tensor]:
-        dc.save({"k": leaf}, tmp_path / "source", overwrite=True)
-        return read(self, wanted)
-
-    monkeypatch.setattr(dc.Checkpoint, "read", overwriting)
-    with pytest.raises(dc.CheckpointingException, match="changed"):
+    save()
+    changing = before_first("dist_checkpointing.Checkpoint.read", lambda *_: save(overwrite=True))
+    with changing, pytest.raises(dc.CheckpointingException, match="changed"):
         convert(tmp_path / "source", tmp_path / "out", to, options=ROOMY)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -12,7 +12,7 @@ import torch
 import dist_checkpointing as dc
 from damage import sealed
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format import INDEX_NAME, Index, read_index
+from dist_checkpointing.format import INDEX_NAME, Index
 from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner
 from dist_checkpointing.storage import StorageOptions
@@ -85,6 +85,10 @@ def test_layout_does_not_matter() -> None:
 @BACKEND
 def test_checkpoint_has_those_of_the_state(tmp_path: Path, backend: tuple[str, int]) -> None:
     keeps = backend in (("tensorstore", 1), ("zarr", 2))
+    if not keeps:
+        with pytest.raises(dc.UnsupportedFormatError, match="has no place for fingerprints"):
+            dc.save(every_kind(), tmp_path / "c", backend, fingerprints=True)
+        assert not (tmp_path / "c").exists()
     save_on(4, partial(state, cuts="flat"), tmp_path / "c", backend, fingerprints=keeps)
     opened = dc.Checkpoint.open(tmp_path / "c")
     expected = run_ranks(4, lambda comm: dc.fingerprint(state(comm), comm=comm))[0]
@@ -93,7 +97,7 @@ def test_checkpoint_has_those_of_the_state(tmp_path: Path, backend: tuple[str, i
     assert opened.fingerprint("w") == expected["w"]
     with pytest.raises(KeyError, match="no tensor 'v'"):
         opened.fingerprint("v")
-    for count, cuts in ((2, "rows"), (3, "uneven"), (5, "columns"), (4, "flat")):
+    for count, cuts in ((3, "uneven"), (5, "columns"), (4, "flat")):
 
         def restore(comm: Comm, cuts: str = cuts) -> torch.Tensor:
             template = state(comm, blank=True, cuts=cuts)
@@ -105,19 +109,6 @@ def test_checkpoint_has_those_of_the_state(tmp_path: Path, backend: tuple[str, i
         parts = run_ranks(count, restore)
         if cuts != "columns":
             assert torch.equal(torch.cat(parts).reshape(FULL.shape), FULL)
-
-
-@BACKEND
-def test_format_without_a_place_says_so(tmp_path: Path, backend: tuple[str, int]) -> None:
-    if backend in (("tensorstore", 1), ("zarr", 2)):
-        dc.save(every_kind(), tmp_path / "c", backend, fingerprints=True)
-        index = read_index(tmp_path / "c")
-        assert index is not None
-        assert len(index.fingerprints) == len(dc.Checkpoint.open(tmp_path / "c"))
-        return
-    with pytest.raises(dc.UnsupportedFormatError, match="has no place for fingerprints"):
-        dc.save(every_kind(), tmp_path / "c", backend, fingerprints=True)
-    assert not (tmp_path / "c").exists()
 
 
 def test_every_dtype(tmp_path: Path) -> None:
@@ -178,11 +169,8 @@ def test_factories_and_other_planners(tmp_path: Path) -> None:
 
 
 def test_parallel_saves_and_compressed_chunks(tmp_path: Path) -> None:
-    def saved(comm: Comm) -> None:
-        own = FullyParallelSaveStrategyWrapper(TensorStoreSaveShardedStrategy())
-        dc.save(state(comm), tmp_path / "c", own, comm=comm, fingerprints=True)
-
-    run_ranks(4, saved)
+    own = FullyParallelSaveStrategyWrapper(TensorStoreSaveShardedStrategy())
+    save_on(4, state, tmp_path / "c", own, fingerprints=True)
     opened = dc.Checkpoint.open(tmp_path / "c")
     assert opened.index.fingerprints == opened.fingerprints(stored=False)
     strategy = Zarr3SaveShardedStrategy(codec="zstd", options=StorageOptions(threads=2))
@@ -216,17 +204,14 @@ def test_older_readers_pass_over_them(tmp_path: Path) -> None:
     assert opened.index.fingerprints == dc.fingerprint({"w": shard("w", FULL)}, comm=ALONE)
 
 
-@pytest.mark.parametrize("column", [["0" * 31], ["0" * 32] * 2, {"w": "0" * 32}, [7], ["G" * 32]])
-def test_wrong_ones_are_no_index(column: Any) -> None:
+def test_wrong_ones_are_no_index() -> None:
     index = Index(["w"], ["float32"], [(3,)], [(3,)])
     object.__setattr__(index, "fingerprints", {"w": "0" * 32})
-    good = index.to_json()
-    assert Index.from_json(good).fingerprints == {"w": "0" * 32}
-    content = json.loads(good)
-    del content["checksum"]
+    content = json.loads(index.to_json())
     assert Index.from_json(sealed(content)).fingerprints == {"w": "0" * 32}
-    with pytest.raises(dc.CorruptCheckpointError, match="fingerprint"):
-        Index.from_json(sealed({**content, "fingerprints": column}))
+    for column in (["0" * 31], ["0" * 32] * 2, {"w": "0" * 32}, [7], ["G" * 32]):
+        with pytest.raises(dc.CorruptCheckpointError, match="fingerprint"):
+            Index.from_json(sealed({**content, "fingerprints": column}))
 
 
 def test_incomplete_states_have_none() -> None:
@@ -254,7 +239,7 @@ class Broken(DefaultLoadPlanner):
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_wrong_memory_is_found_on_all_ranks(tmp_path: Path, keeps: bool) -> None:
-    run_ranks(3, lambda comm: dc.save(state(comm), tmp_path / "c", comm=comm, fingerprints=keeps))
+    save_on(3, state, tmp_path / "c", fingerprints=keeps)
 
     def restore(comm: Comm, key: str) -> None:
         template = {key: state(comm, blank=True)[key]}
@@ -273,8 +258,17 @@ def test_wrong_memory_is_found_on_all_ranks(tmp_path: Path, keeps: bool) -> None
 
 
 def test_what_is_not_compared_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    whole = {"a": shard("a", FULL), "b": shard("b", FULL), "c": shard("c", FULL)}
-    dc.save(whole, tmp_path / "c", fingerprints=True)
+    dc.save(wholes(dict.fromkeys("abc", FULL)), tmp_path / "c", fingerprints=True)
+
+    def overlapping(comm: Comm) -> None:
+        """Two ranks have halves, and a third one a copy of all, which is no main replica."""
+        half = (torch.zeros(24, 35), (0, comm.rank, 2)) if comm.rank < 2 else None
+        own = shard("a", *half) if half else shard("a", torch.zeros_like(FULL), replica_id=1)
+        dc.load({"a": own}, tmp_path / "c", comm=comm, verify="restored")
+
+    with caplog.at_level(logging.WARNING):
+        run_ranks(3, overlapping)
+    assert "not compared" not in caplog.text
     template = {
         "a": shard("a", torch.zeros_like(FULL)),
         "b": shard("b", torch.zeros(24, 35), (0, 1, 2)),
@@ -286,21 +280,3 @@ def test_what_is_not_compared_is_named(tmp_path: Path, caplog: pytest.LogCapture
     assert "shape: b, c" in caplog.text
     with pytest.raises(ValueError, match="verify must be"):
         dc.load(template, tmp_path / "c", verify="memory")  # type: ignore[call-overload]
-
-
-def test_overlapping_templates_are_compared_by_main_replicas(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    dc.save({"w": shard("w", FULL)}, tmp_path / "c", fingerprints=True)
-
-    def restore(comm: Comm) -> None:
-        blank = torch.zeros_like(FULL)
-        if comm.rank < 2:
-            own = shard("w", blank[:24].clone(), (0, comm.rank, 2))
-        else:
-            own = shard("w", blank, replica_id=1)
-        dc.load({"w": own}, tmp_path / "c", comm=comm, verify="restored")
-
-    with caplog.at_level(logging.WARNING):
-        run_ranks(3, restore)
-    assert "not compared" not in caplog.text

@@ -1,6 +1,5 @@
 """Other tools read what a save has put into an object store, and every dtype comes back."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,10 @@ import zarr
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 from zarr.storage import ObjectStore as ZarrStore
 
-from dist_checkpointing import ShardedTensor, load, save
-from dist_checkpointing.errors import RankFailedError
-from dist_checkpointing.filesystem import ObjectPath, ObjectStoreOptions
+from dist_checkpointing import ShardedTensor, save
+from dist_checkpointing.filesystem import ObjectPath
 from dist_checkpointing.format import data_folder
 from dist_checkpointing.testing import run_ranks
-from s3_proxy import Fault, proxy_before
-from stores import new_url
 
 WEIGHT = torch.arange(24.0).reshape(6, 4)
 
@@ -91,34 +87,3 @@ def test_torch_reads_a_downloaded_checkpoint(s3_place: ObjectPath, tmp_path: Pat
     target = {"layer.weight": torch.zeros(6, 4)}
     load_by_dcp(target, checkpoint_id=str(tmp_path), no_dist=True)
     assert torch.equal(target["layer.weight"], WEIGHT)
-
-
-def test_errors_name_the_object_and_the_last_answer(s3_options: ObjectStoreOptions) -> None:
-    assert s3_options.endpoint is not None
-    with proxy_before(s3_options.endpoint) as proxy:
-        place = ObjectPath.of(new_url("s3"), replace(s3_options, endpoint=proxy.url, max_retries=1))
-        proxy.fault = lambda method, path: (
-            Fault(status=503) if method == "PUT" and "common.pt" in path else None
-        )
-        with pytest.raises(RankFailedError, match=r"(?s)503.*common\.pt"):
-            save({"step": 1}, place)
-        proxy.fault = lambda _method, _path: None
-        save({"step": 1}, place)
-        assert load({"step": 0}, place) == {"step": 1}
-
-
-def test_a_server_that_is_busy_is_asked_again(s3_options: ObjectStoreOptions) -> None:
-    assert s3_options.endpoint is not None
-    with proxy_before(s3_options.endpoint) as proxy:
-        place = ObjectPath.of(new_url("s3"), replace(s3_options, endpoint=proxy.url, max_retries=8))
-        seen: set[tuple[str, str]] = set()
-
-        def first_time(method: str, path: str) -> Fault | None:
-            is_new = (method, path) not in seen
-            seen.add((method, path))
-            return Fault(status=503) if is_new and "/data/" in path else None
-
-        proxy.fault = first_time
-        save({"w": ShardedTensor.from_rank_offsets("w", WEIGHT)}, place)
-        template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(6, 4))}
-        assert torch.equal(load(template, place, verify=True)["w"], WEIGHT)

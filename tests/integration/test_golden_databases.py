@@ -5,6 +5,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,9 +15,10 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.mapping import ShardedBase, as_numpy
-from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.mapping import as_numpy
+from dist_checkpointing.testing import data_of, run_ranks
 from ocdbt_databases import read_by_tensorstore
+from states import between, cell, shard
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dc0_tensorstore"
 ALPHA = "norm/\N{GREEK SMALL LETTER ALPHA}"
@@ -34,6 +36,16 @@ def full(key: str) -> torch.Tensor:
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and as_numpy(one).tobytes() == as_numpy(other).tobytes()
+
+
+def part_of(key: str, rank: int, count: int) -> dc.ShardedTensor:
+    """What this rank has of a tensor of which each has as many rows as fit."""
+    whole = full(key)
+    if not whole.ndim:
+        return shard(key, whole, replica_id=rank)
+    most = -(-len(whole) // count)
+    start, stop = (min(most * number, len(whole)) for number in (rank, rank + 1))
+    return between(key, whole, start, stop)
 
 
 def assert_holds(folder: Path, keys: set[str]) -> None:
@@ -54,27 +66,15 @@ def test_it_holds_what_was_saved() -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_it_loads_on_other_ranks(world_size: int) -> None:
     def load_rank(comm: Comm) -> None:
-        state: dict[str, ShardedBase] = {}
-        for key in EXPECTED["tensors"]:
-            whole = full(key)
-            start, stop = 0, whole.shape[0] if whole.ndim else 0
-            if whole.ndim and whole.shape[0] >= world_size:
-                start, stop = stop * comm.rank // world_size, stop * (comm.rank + 1) // world_size
-            part = torch.zeros_like(whole[start:stop] if whole.ndim else whole)
-            offset = (start, *(0,) * (whole.ndim - 1)) if whole.ndim else ()
-            state[key] = dc.ShardedTensor(
-                key, part, part.dtype, tuple(part.shape), tuple(whole.shape), offset, None
-            )
-        state["rng"] = dc.ShardedObject("rng", None, (2,), (comm.rank % 2,))
-        loaded = dc.load(dict(state), GOLDEN, comm=comm, verify=True)
+        parts = {key: part_of(key, comm.rank, world_size) for key in EXPECTED["tensors"]}
+        template: dict[str, Any] = {
+            key: replace(part, data=torch.zeros_like(data_of(part))) for key, part in parts.items()
+        }
+        template["rng"] = dc.ShardedObject("rng", None, (2,), (comm.rank % 2,))
+        loaded = dc.load(template, GOLDEN, comm=comm, verify=True)
         assert loaded["rng"] == EXPECTED["objects"]["rng"][comm.rank % 2]
-        for key, leaf in state.items():
-            if isinstance(leaf, dc.ShardedTensor):
-                box = tuple(
-                    slice(a, a + n)
-                    for a, n in zip(leaf.global_offset, leaf.local_shape, strict=True)
-                )
-                assert same(loaded[key], full(key)[box]), key
+        for key, part in parts.items():
+            assert same(loaded[key], data_of(part)), key
 
     run_ranks(world_size, load_rank)
 
@@ -95,22 +95,9 @@ def test_we_write_the_same_keys_and_values(tmp_path: Path) -> None:
     keys = {"layers.0.weight", "layers.0.bias", "edge", "scalar", ALPHA, "dtypes.bfloat16"}
 
     def save_rank(comm: Comm) -> None:
-        state: dict[str, Any] = {}
-        for key in sorted(keys):
-            whole = full(key)
-            if not whole.ndim:
-                state[key] = dc.ShardedTensor.from_rank_offsets(key, whole, replica_id=comm.rank)
-                continue
-            rows = -(-whole.shape[0] // 2)
-            part = whole[:rows] if comm.rank == 0 else whole[rows:]
-            offset = (rows * comm.rank, *(0,) * (whole.ndim - 1))
-            state[key] = dc.ShardedTensor(
-                key, part.clone(), part.dtype, tuple(part.shape), tuple(whole.shape), offset, None
-            )
-        state["rng"] = dc.ShardedObject(
-            "rng", EXPECTED["objects"]["rng"][comm.rank], (2,), (comm.rank,)
-        )
-        dc.save(state, tmp_path / "c", comm=comm)
+        state: dict[str, Any] = {key: part_of(key, comm.rank, 2) for key in sorted(keys)}
+        rng = cell("rng", EXPECTED["objects"]["rng"][comm.rank], comm)
+        dc.save({**state, "rng": rng}, tmp_path / "c", comm=comm)
 
     run_ranks(2, save_rank)
     ours, theirs = (read_by_tensorstore(folder) for folder in (tmp_path / "c", GOLDEN))

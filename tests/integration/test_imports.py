@@ -67,21 +67,14 @@ def test_what_an_import_takes_with_it(tmp_path: Path) -> None:
 
 def test_all_names_are_there_sorted_and_nothing_else_is_public() -> None:
     names = dist_checkpointing.__all__
-    assert sorted(names) == names
+    assert sorted(set(names)) == names
     namespace: dict[str, object] = {}
     exec("from dist_checkpointing import *", namespace)
     assert {*namespace} - {"__builtins__"} == {*names}
-    assert len(set(names)) == len(names)
-    for name in names:
-        assert getattr(dist_checkpointing, name) is not None
-    tree = ast.parse(Path(dist_checkpointing.__file__).read_text())
-    imported = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert imported == {*names, "interop"}
+    assert set(names) <= set(dir(dist_checkpointing))
+    # ``import dist_checkpointing.x`` sets the attribute ``x``, which must hide no public name.
+    modules = {module.name for module in pkgutil.iter_modules(dist_checkpointing.__path__)}
+    assert modules & set(names) == set()
 
 
 def test_what_is_imported_on_first_use_is_what_a_type_checker_sees() -> None:
@@ -105,13 +98,6 @@ def test_what_is_imported_on_first_use_is_what_a_type_checker_sees() -> None:
             assert getattr(dist_checkpointing, name) is getattr(home, name)
 
 
-def test_no_module_hides_a_public_name() -> None:
-    """``import dist_checkpointing.x`` sets the attribute ``x``, which must not be a public name."""
-    modules = {module.name for module in pkgutil.iter_modules(dist_checkpointing.__path__)}
-    assert modules & set(dist_checkpointing.__all__) == set()
-    assert set(dist_checkpointing.__all__) <= set(dir(dist_checkpointing))
-
-
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = dist_checkpointing.nothing  # type: ignore[attr-defined]
@@ -119,22 +105,16 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         exec("from dist_checkpointing import nothing")
 
 
-def test_the_version_is_written_down_once() -> None:
+def test_the_version_is_written_down_once_and_the_licence_in_full() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", dist_checkpointing.__version__)
     assert (PACKAGE / "py.typed").is_file()
-    pyproject = PACKAGE.parent / "pyproject.toml"
-    if not pyproject.exists():
-        pytest.skip("not a checkout")
-    described = tomllib.loads(pyproject.read_text())
-    assert described["project"]["dynamic"] == ["version"]
-    assert described["tool"]["hatch"]["version"]["path"] == "dist_checkpointing/__init__.py"
-
-
-def test_the_licence_is_there_in_full() -> None:
     root = PACKAGE.parent
     if not (root / "pyproject.toml").exists():
         pytest.skip("not a checkout")
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    described = tomllib.loads((root / "pyproject.toml").read_text())
+    project = described["project"]
+    assert project["dynamic"] == ["version"]
+    assert described["tool"]["hatch"]["version"]["path"] == "dist_checkpointing/__init__.py"
     assert project["license"] == "Apache-2.0"
     (name,) = project["license-files"]
     text = (root / name).read_text()
@@ -142,43 +122,22 @@ def test_the_licence_is_there_in_full() -> None:
     assert "The dist_checkpointing authors" in text
 
 
-@pytest.mark.parametrize("name", ["strategies", "backends.strategies", "__main__"])
-def test_strategies_under_another_name_refuses_to_be_imported(name: str) -> None:
-    spec = importlib.util.spec_from_file_location(name, PACKAGE / "strategies" / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    with pytest.raises(ImportError, match=r"import dist_checkpointing\.strategies, not") as raised:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert name in str(raised.value)
-
-
 def test_the_link_at_the_top_of_the_repository_refuses_to_be_imported() -> None:
     root = PACKAGE.parent
     if not (root / "strategies").exists():
         pytest.skip("not a checkout")
     assert (root / "strategies").resolve() == PACKAGE / "strategies"
-    for code in ("import strategies", "import strategies.base", "from strategies import zarr"):
-        finished = run_fresh("-c", code, cwd=root)
-        assert finished.returncode == 1
-        assert "import dist_checkpointing.strategies, not 'strategies'" in finished.stderr
-    assert run_fresh("-c", "import dist_checkpointing.strategies", cwd=root).returncode == 0
-
-
-def test_a_backend_that_cannot_be_imported_is_an_error_with_a_hint(tmp_path: Path) -> None:
     code = """
-import sys
-sys.modules["zarr"] = None
-from dist_checkpointing import CheckpointingException, save
-try:
-    save({}, "c", ("zarr", 2))
-except CheckpointingException as error:
-    print(type(error).__name__, error)
+for way in ("import strategies", "import strategies.base", "from strategies import zarr"):
+    try:
+        exec(way)
+    except ImportError as error:
+        print(error)
+import dist_checkpointing.strategies
 """
-    finished = run_fresh("-c", code, cwd=tmp_path)
-    assert "Cannot import a default strategy for: ('save_sharded', 'zarr', 2)" in finished.stdout
-    assert "zarr" in finished.stdout
-    assert "Hint" in finished.stdout
-    assert not (tmp_path / "c").exists()
+    finished = run_fresh("-c", code, cwd=root)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("import dist_checkpointing.strategies, not 'strategies'") == 3
 
 
 def test_the_help_of_the_program_imports_no_command_and_no_torch() -> None:

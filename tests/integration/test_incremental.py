@@ -2,7 +2,8 @@
 
 import re
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,30 @@ import pytest
 import tensorstore as ts
 import torch
 import zarr
+from hypothesis import given, strategies as st
 
 import dist_checkpointing as dc
 from damage import files_in
 from dist_checkpointing import Checkpoint, fingerprint, save, verify_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.storage import Checksum, StorageOptions, fingerprints
+from dist_checkpointing.storage import Checksum, Durability, StorageOptions, fingerprints
 from dist_checkpointing.storage.fingerprints import sums_of_tensor
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy
-from dist_checkpointing.testing import assert_same_bits, run_ranks
-from states import assert_holds, cell, every_kind, num_shared, rows, shard, wholes
+from dist_checkpointing.testing import assert_same_bits
+from simulated_groups import TinyChunks
+from states import (
+    assert_holds,
+    between,
+    blanks,
+    cell,
+    every_kind,
+    num_shared,
+    rows,
+    save_on,
+    shard,
+    wholes,
+)
+from tiers import examples
 
 SHARING = pytest.mark.parametrize(
     "backend", [("tensorstore", 1), ("zarr", 2), ("zarr", 1)], ids=lambda b: f"{b[0]}{b[1]}"
@@ -29,7 +44,7 @@ SHARING = pytest.mark.parametrize(
 ROW_BLOCKS = pytest.mark.parametrize("backend", [("tensorstore", 1), ("zarr", 2)], ids=str)
 
 
-def model(seed: int = 0, count: int = 8) -> dict[str, torch.Tensor]:
+def model(seed: int = 0, count: int = 5) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {f"layer{i}.w": torch.randn(40, 64, generator=generator) for i in range(count)}
 
@@ -67,24 +82,16 @@ def test_only_what_changed_is_written(backend: Any, tmp_path: Path) -> None:
     assert own_bytes(tmp_path / "2") < changed["layer3.w"].nbytes + 9000
     assert_holds(tmp_path / "1", tensors)
     assert_holds(tmp_path / "2", changed)
-
-
-@pytest.mark.parametrize(
-    ("backend", "first"), [(("tensorstore", 1), "1"), (("zarr", 2), "2"), (("zarr", 1), "3")]
-)
-def test_checkpoints_are_deleted_in_any_order(backend: Any, first: str, tmp_path: Path) -> None:
-    states = {"1": model()}
-    states["2"] = {**states["1"], "layer0.w": torch.ones(40, 64)}
-    states["3"] = {**states["2"], "layer1.w": torch.zeros(40, 64)}
-    base = None
-    for name, tensors in states.items():
-        dc.save(wholes(tensors), tmp_path / name, backend, base=base)
-        base = tmp_path / name
-    for gone in [first, *(name for name in ("2", "1", "3") if name != first)][:2]:
-        shutil.rmtree(tmp_path / gone)
-        states.pop(gone)
-        for name, tensors in states.items():
-            assert_holds(tmp_path / name, tensors)
+    # Other libraries open it alone.
+    shutil.rmtree(tmp_path / "1")
+    for key, tensor in changed.items():
+        if backend[0] == "zarr":
+            found: Any = zarr.open_array(tmp_path / "2" / key, mode="r")[...]
+        else:
+            base = {"driver": "ocdbt", "base": f"file://{tmp_path}/2/", "path": f"{key}/"}
+            array = ts.open({"driver": "zarr3", "kvstore": base}).result()
+            found = array.read().result()
+        assert np.array_equal(np.asarray(found), tensor.numpy())
 
 
 @SHARING
@@ -103,8 +110,8 @@ def test_every_kind_of_part_is_shared(backend: Any, tmp_path: Path) -> None:
         }
 
     first, second = tmp_path / "1", tmp_path / "2"
-    run_ranks(3, lambda comm: dc.save(state(comm), first, backend, comm=comm))
-    run_ranks(3, lambda comm: dc.save(state(comm), second, backend, comm=comm, base=first))
+    save_on(3, state, first, backend)
+    save_on(3, state, second, backend, base=first)
     before, after = files_in(first), files_in(second)
     data = data_names(first)
     assert data
@@ -116,29 +123,8 @@ def test_every_kind_of_part_is_shared(backend: Any, tmp_path: Path) -> None:
     assert_same_bits(expected["halves"], torch.arange(12).reshape(6, 2).half(), "halves")
 
 
-def test_other_libraries_open_them_alone(tmp_path: Path) -> None:
-    tensors = model()
-    changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
-    for backend in (("tensorstore", 1), ("zarr", 2), ("zarr", 1)):
-        root = tmp_path / backend[0] / str(backend[1])
-        dc.save(wholes(tensors), root / "1", backend)
-        dc.save(wholes(changed), root / "2", backend, base=root / "1")
-        shutil.rmtree(root / "1")
-    for key, tensor in changed.items():
-        store = {
-            "driver": "ocdbt",
-            "base": f"file://{tmp_path}/tensorstore/1/2/",
-            "path": f"{key}/",
-        }
-        found = ts.open({"driver": "zarr3", "kvstore": store}).result().read().result()
-        assert np.array_equal(found, tensor.numpy())
-        for version in "12":
-            array = zarr.open_array(tmp_path / "zarr" / version / "2" / key, mode="r")
-            assert np.array_equal(np.asarray(array[...]), tensor.numpy())
-
-
-def sharded(tensors: Mapping[str, torch.Tensor], comm: Comm) -> dict[str, Any]:
-    return {key: rows(key, tensor, comm) for key, tensor in tensors.items()}
+def sharded(tensors: Mapping[str, torch.Tensor]) -> Callable[[Comm], dict[str, Any]]:
+    return lambda comm: {key: rows(key, tensor, comm) for key, tensor in tensors.items()}
 
 
 @SHARING
@@ -151,8 +137,8 @@ def test_a_layout_with_some_of_the_same_boxes(backend: Any, tmp_path: Path) -> N
         return {**copies, "part": rows("part", torch.arange(80.0).reshape(8, 10), comm)}
 
     first, second = tmp_path / "1", tmp_path / "2"
-    run_ranks(4, lambda comm: dc.save(state(comm), first, backend, comm=comm))
-    run_ranks(2, lambda comm: dc.save(state(comm), second, backend, comm=comm, base=first))
+    save_on(4, state, first, backend)
+    save_on(2, state, second, backend, base=first)
     assert own_bytes(second) < 12000
     assert_holds(second, {**tensors, "part": torch.arange(80.0).reshape(8, 10)})
 
@@ -163,12 +149,9 @@ def test_smaller_chunks_than_those_of_the_base_are_written_once(
 ) -> None:
     tensors = model()
     first, second, third = (tmp_path / name for name in "123")
-    run_ranks(4, lambda comm: dc.save(sharded(tensors, comm), first, backend, comm=comm))
-    for folder, base in ((second, first), (third, second)):
-        run_ranks(
-            8,
-            lambda comm: dc.save(sharded(tensors, comm), folder, backend, comm=comm, base=base),  # noqa: B023
-        )
+    save_on(4, sharded(tensors), first, backend)
+    save_on(8, sharded(tensors), second, backend, base=first)
+    save_on(8, sharded(tensors), third, backend, base=second)
     assert shared_names(third) == data_names(third) == data_names(second)
     assert not shared_names(first)
     shutil.rmtree(first)
@@ -182,42 +165,35 @@ def test_larger_chunks_are_cut_like_those_of_the_base(backend: Any, tmp_path: Pa
     tensors = {**model(), "columns": torch.randn(30, 64), "whole": torch.randn(70, 10)}
 
     def state(comm: Comm) -> dict[str, Any]:
-        own = sharded(tensors, comm)
-        part = tensors["columns"].chunk(comm.world_size, 1)[comm.rank].clone()
-        own["columns"] = shard("columns", part, (1, comm.rank, comm.world_size))
+        own = sharded(tensors)(comm)
+        own["columns"] = rows("columns", tensors["columns"], comm, 1)
         # 70 rows of 4 ranks are chunks of 18 rows, the last of which has 16.
         own["whole"] = shard("whole", tensors["whole"].clone(), replica_id=comm.rank)
         if comm.world_size == 4:
-            cut, rows_left = tensors["whole"][18 * comm.rank :][:18].clone(), (70, 10)
-            begin = (18 * comm.rank, 0)
-            own["whole"] = dc.ShardedTensor(
-                "whole", cut, cut.dtype, tuple(cut.shape), rows_left, begin, None
-            )
+            start = 18 * comm.rank
+            own["whole"] = between("whole", tensors["whole"], start, min(start + 18, 70))
         return own
 
     folders = [tmp_path / name for name in "123"]
-    run_ranks(4, lambda comm: dc.save(state(comm), folders[0], backend, comm=comm))
+    save_on(4, state, folders[0], backend)
     for folder, base, changed in zip(folders[1:], folders, (0, 1), strict=False):
         tensors["layer3.w"] = tensors["layer3.w"].clone()
         tensors["layer3.w"][39, 63] += changed
-        run_ranks(2, lambda comm: dc.save(state(comm), folder, backend, comm=comm, base=base))  # noqa: B023
+        save_on(2, state, folder, backend, base=base)
         described = sum(path.stat().st_size for path in folder.rglob("zarr.json"))
         assert own_bytes(folder) - described < changed * tensors["layer3.w"].nbytes // 4 + 2500
         shutil.rmtree(base)
         assert_holds(folder, tensors)
-        whole = wholes({key: torch.zeros_like(t) for key, t in tensors.items()})
-        for key, found in dc.load(whole, folder, verify=True).items():
+        for key, found in dc.load(blanks(tensors), folder, verify=True).items():
             assert_same_bits(found, tensors[key], key)
 
 
-@ROW_BLOCKS
-def test_chunks_of_the_base_that_are_far_too_small_are_not_taken(
-    backend: Any, tmp_path: Path
-) -> None:
-    tensors = {"w": torch.randn(130, 4)}
-    run_ranks(130, lambda comm: dc.save(sharded(tensors, comm), tmp_path / "1", backend, comm=comm))
-    dc.save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1")
-    assert dc.Checkpoint.open(tmp_path / "2").index.chunk_shape("w") == (130, 4)
+def test_chunks_of_the_base_that_are_far_too_small_are_not_taken(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(520, 4)}
+    dc.save(wholes(tensors), tmp_path / "1", TinyChunks())
+    assert dc.Checkpoint.open(tmp_path / "1").index.chunk_shape("w") == (4, 4)
+    dc.save(wholes(tensors), tmp_path / "2", ("zarr", 2), base=tmp_path / "1")
+    assert dc.Checkpoint.open(tmp_path / "2").index.chunk_shape("w") == (520, 4)
     assert_holds(tmp_path / "2", tensors)
 
 
@@ -256,7 +232,7 @@ def test_a_file_that_all_ranks_together_hardly_use(tmp_path: Path) -> None:
     def state(comm: Comm) -> dict[str, Any]:
         return {k: shard(k, t, replica_id=comm.rank) for k, t in left.items()}
 
-    run_ranks(2, lambda comm: dc.save(state(comm), second, comm=comm, base=first))
+    save_on(2, state, second, base=first)
     assert not shared_names(second)
     copied = list((second / "data" / "model").iterdir())
     assert [path.name.partition("-")[0] for path in copied] == ["used"]
@@ -280,9 +256,12 @@ def test_a_removal_leaves_other_checkpoints_alone(backend: Any, tmp_path: Path) 
     kept = {key: tensor for key, tensor in tensors.items() if key.startswith("layer")}
     assert_holds(tmp_path / "2", kept)
     assert set(dc.Checkpoint.open(tmp_path / "2").index) == set(kept)
-    # What is left of it may still be a base.
+    # What is left of it may still be a base, and what shares files may be deleted in any order.
     dc.save(wholes(tensors), tmp_path / "4", backend, base=tmp_path / "2")
-    assert_holds(tmp_path / "4", tensors)
+    for gone, others in (("2", "14"), ("1", "4")):
+        shutil.rmtree(tmp_path / gone)
+        for name in others:
+            assert_holds(tmp_path / name, tensors)
 
 
 @SHARING
@@ -294,16 +273,6 @@ def test_overwriting_in_place(backend: Any, tmp_path: Path) -> None:
     dc.save(wholes(changed), tmp_path / "1", backend, base=tmp_path / "2", overwrite=True)
     assert_holds(tmp_path / "1", changed)
     assert_holds(tmp_path / "2", tensors)
-
-
-@SHARING
-def test_asynchronous_saves(backend: Any, tmp_path: Path) -> None:
-    tensors = model()
-    dc.async_save(wholes(tensors), tmp_path / "1", backend).result()
-    changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
-    dc.async_save(wholes(changed), tmp_path / "2", backend, base=tmp_path / "1").result()
-    assert own_bytes(tmp_path / "2") < changed["layer3.w"].nbytes + 9000
-    assert_holds(tmp_path / "2", changed)
 
 
 @SHARING
@@ -322,7 +291,7 @@ def test_a_manager_shares_with_its_latest_checkpoint(backend: Any, tmp_path: Pat
             assert own_bytes(manager.folder(step)) < tensors["layer3.w"].nbytes + 9000
     assert manager.steps() == [4, 5]
     assert manager.latest_valid() == 5
-    loaded = manager.load(wholes({k: torch.empty_like(t) for k, t in tensors.items()}))
+    loaded = manager.load(blanks(tensors))
     for key, tensor in tensors.items():
         assert_same_bits(loaded[key], tensor, key)
     manager.close()
@@ -417,3 +386,62 @@ def test_small_values_beside_shared_ones(tmp_path: Path) -> None:
     for end in ("bin", "upper"):
         name = f".dckpt/checksums/00000.{end}"
         assert (tmp_path / "2" / name).read_bytes() == (tmp_path / "full" / name).read_bytes()
+
+
+# How much of a disk a run of incremental saves takes, whatever changes.
+
+
+def is_data(path: Path) -> bool:
+    return path.is_file() and (path.parts[-3] == "data" or path.name.startswith("c."))
+
+
+def data_bytes(folders: Iterable[Path]) -> int:
+    """Bytes of the values in some checkpoints; what they share counts once."""
+    found = [path.stat() for folder in folders for path in folder.rglob("*") if is_data(path)]
+    return sum({status.st_ino: status.st_size for status in found}.values())
+
+
+@given(
+    strategy=st.sampled_from([TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy]),
+    sizes=st.lists(st.sampled_from([8, 80, 800, 8000]), min_size=10, max_size=10),
+    steps=st.lists(st.tuples(st.sets(st.integers(0, 9)), st.booleans()), min_size=1, max_size=7),
+    worlds=st.sampled_from([(1, 1), (2, 2), (2, 1), (1, 2), (2, 4)]),
+    file_bytes=st.sampled_from([10_000, 2**30]),
+)
+@examples(15)
+def test_at_most_the_state_and_twice_what_changed(
+    strategy: Any,
+    sizes: list[int],
+    steps: list[tuple[set[int], bool]],
+    worlds: tuple[int, int],
+    file_bytes: int,
+) -> None:
+    """Ranks are as many as the first of ``worlds`` says up to the middle, then the second."""
+    options = StorageOptions(
+        threads=1, durability=Durability.PAGE_CACHE, data_file_bytes=file_bytes
+    )
+    tensors = {f"w{i}": torch.arange(8 * float(n)).reshape(8, n) for i, n in enumerate(sizes)}
+    state_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    written = state_bytes
+    with tempfile.TemporaryDirectory() as name:
+        root, kept = Path(name), dict[Path, dict[str, torch.Tensor]]()
+        base: Path | None = None
+        for number, (changes, is_deleted) in enumerate([(set[int](), False), *steps]):
+            world = worlds[number > len(steps) // 2]
+            changed = set(changes)
+            if world != worlds[number - 1 > len(steps) // 2] and number:
+                # Other chunks: all of them may be written again.
+                changed = set(range(len(sizes)))
+            written += 2 * sum(tensors[f"w{i}"].nbytes for i in changed) if number else 0
+            for i in changes:
+                tensors[f"w{i}"] = tensors[f"w{i}"] + 1
+            folder = root / str(number)
+            save_on(world, sharded(tensors), folder, strategy(options=options), base=base)
+            assert data_bytes([folder]) <= 2 * state_bytes
+            if is_deleted and base is not None:
+                shutil.rmtree(base)
+                kept.pop(base)
+            kept[folder], base = dict(tensors), folder
+            assert data_bytes(kept) <= written
+        for folder, expected in kept.items():
+            assert_holds(folder, expected)

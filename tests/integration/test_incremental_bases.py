@@ -22,9 +22,8 @@ from dist_checkpointing.strategies import (
     Zarr3SaveShardedStrategy,
     ZarrSaveShardedStrategy,
 )
-from dist_checkpointing.testing import run_ranks
 from faults import before_first, without_links
-from states import assert_holds, between, num_shared, wholes
+from states import assert_holds, between, num_shared, save_on, wholes
 
 STRATEGIES = (TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy)
 REFLINKS = os.environ.get("DIST_CHECKPOINTING_TEST_REFLINKS", "")
@@ -42,60 +41,40 @@ def data_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(folder).parts)
 
 
-def cut_short(base: Path) -> None:
-    for path in data_files(base):
-        os.truncate(path, path.stat().st_size - 1)
+def digests(base: Path) -> list[Path]:
+    return [*(base / CHECKSUMS_NAME).glob("*.upper")]
 
 
-def without_seal(base: Path) -> None:
-    (base / SEAL_NAME).unlink()
+def become_a_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere" + path.name))
+    path.symlink_to("elsewhere" + path.name)
 
 
-def with_flipped_digests(base: Path) -> None:
-    for path in (base / CHECKSUMS_NAME).glob("*.upper"):
-        flip(path)
-
-
-def without_digests(base: Path) -> None:
-    """As saved by an older version, whose seal does not name them."""
-    for path in (base / CHECKSUMS_NAME).glob("*.upper"):
-        path.unlink()
-
-
-def with_flipped_seal(base: Path) -> None:
-    flip(base / SEAL_NAME)
-
-
-def without_files(base: Path) -> None:
-    for path in data_files(base):
-        path.unlink()
-
-
-def with_links_for_files(base: Path) -> None:
-    for path in data_files(base):
-        path.rename(path.with_name("elsewhere" + path.name))
-        path.symlink_to("elsewhere" + path.name)
-
-
-DAMAGE = [
-    cut_short,
-    without_seal,
-    with_flipped_digests,
-    without_digests,
-    with_flipped_seal,
-    without_files,
-    with_links_for_files,
-]
+DAMAGE: dict[str, tuple[Callable[[Path], list[Path]], Callable[[Path], object]]] = {
+    "cut short": (data_files, lambda path: os.truncate(path, path.stat().st_size - 1)),
+    "without files": (data_files, Path.unlink),
+    "links for files": (data_files, become_a_link),
+    "without seal": (lambda base: [base / SEAL_NAME], Path.unlink),
+    "flipped seal": (lambda base: [base / SEAL_NAME], flip),
+    "flipped digests": (digests, flip),
+    # As saved by an older version, whose seal does not name them.
+    "without digests": (digests, Path.unlink),
+}
+"""Which files of a base are damaged, and how."""
 
 
 @SHARING
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_of_the_base_does_not_spread(
-    strategy: Any, damage: Callable[[Path], None], tmp_path: Path, caplog: Any
+    strategy: Any, damage: str, tmp_path: Path, caplog: Any
 ) -> None:
     tensors = model()
     save(wholes(tensors), tmp_path / "1", strategy())
-    damage(tmp_path / "1")
+    files_of, inflict = DAMAGE[damage]
+    files = files_of(tmp_path / "1")
+    assert files
+    for path in files:
+        inflict(path)
     save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
     assert num_shared(tmp_path / "2") == 0
     assert_holds(tmp_path / "2", tensors)
@@ -116,8 +95,8 @@ def test_padded_and_compressed_chunks_are_shared_too(tmp_path: Path) -> None:
         ("zstd", Zarr3SaveShardedStrategy(codec="zstd")),
     ):
         first, second = tmp_path / name / "1", tmp_path / name / "2"
-        run_ranks(2, lambda comm: save(state(comm), first, strategy, comm=comm))  # noqa: B023
-        run_ranks(2, lambda comm: save(state(comm), second, strategy, comm=comm, base=first))  # noqa: B023
+        save_on(2, state, first, strategy)
+        save_on(2, state, second, strategy, base=first)
         assert num_shared(second) == len(data_files(second)) > 0
         assert_holds(second, {"w": full})
 

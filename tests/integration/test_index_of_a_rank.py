@@ -6,26 +6,27 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import ShardedObject, ShardedTensor, StateMismatchError, load, save
+from dist_checkpointing import ShardedObject, load
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Index
 from dist_checkpointing.planning import DefaultLoadPlanner, Leaves
 from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy, TensorStoreReader
 from dist_checkpointing.testing import run_ranks
+from states import between, save_on, shard
 
 RANKS = 3
 
 
 def template(rank: int) -> dict[str, Any]:
     """One tensor of its own, one that all ranks share, a cell of an object."""
-    own = ShardedTensor.from_rank_offsets(f"own{rank}", torch.full((4,), float(rank)))
-    shared = ShardedTensor.from_rank_offsets("all", torch.arange(2) + 2 * rank, (0, rank, RANKS))
+    own = shard(f"own{rank}", torch.full((4,), float(rank)))
+    shared = shard("all", torch.arange(2) + 2 * rank, (0, rank, RANKS))
     return {"own": own, "all": shared, "rng": ShardedObject("rng", rank, (RANKS,), (rank,))}
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    run_ranks(RANKS, lambda comm: save(template(comm.rank), tmp_path / "c", comm=comm))
+    save_on(RANKS, lambda comm: template(comm.rank), tmp_path / "c")
     return tmp_path / "c"
 
 
@@ -54,40 +55,22 @@ def test_a_rank_is_told_of_what_it_asks_for(
     assert all([*index.objects] == ["rng"] for index in seen.values())
 
 
-def test_all_keys_are_known_where_strictness_asks_for_them(checkpoint: Path) -> None:
-    def one(comm: Comm) -> None:
-        asked = template(comm.rank)
-        del asked["all"]
-        with pytest.raises(StateMismatchError, match="asked for by no rank") as raised:
-            load(asked, checkpoint, strict="raise_all", comm=comm)
-        assert [finding.key for finding in raised.value.findings] == ["all"]
-        asked["more"] = ShardedTensor.from_rank_offsets("more", torch.zeros(1))
-        _, missing, unexpected = load(asked, checkpoint, strict="return_all", comm=comm)
-        assert (missing, unexpected) == ({"all"}, {"more"})
-
-    run_ranks(RANKS, one)
-
-
 def test_a_rank_asks_for_tensors_of_fewer_axes_than_others(tmp_path: Path) -> None:
     """Uneven parts, of which each rank asks for another tensor."""
 
-    def shards(rank: int) -> dict[str, ShardedTensor]:
-        begin, end = [(0, 1), (1, 4), (4, 9)][rank]
-        rows = torch.arange(18).reshape(9, 2)[begin:end]
-        return {
-            "line": ShardedTensor.from_offset("line", rows[:, 0].clone(), (9,), (begin,)),
-            "matrix": ShardedTensor.from_offset("matrix", rows.clone(), (9, 2), (begin, 0)),
-        }
+    matrix = torch.arange(18).reshape(9, 2)
+    full = {"line": matrix[:, 0], "matrix": matrix}
 
-    run_ranks(RANKS, lambda comm: save(shards(comm.rank), tmp_path / "c", comm=comm))
+    def shards(comm: Comm) -> dict[str, Any]:
+        cut = [(0, 1), (1, 4), (4, 9)][comm.rank]
+        return {key: between(key, tensor, *cut) for key, tensor in full.items()}
+
+    save_on(RANKS, shards, tmp_path / "c")
 
     def one(comm: Comm) -> None:
-        key = "matrix" if comm.rank == 0 else "line"
-        shape = (9, 2) if comm.rank == 0 else (9,)
-        whole = ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=torch.int64))
-        found = load({key: whole}, tmp_path / "c", comm=comm)[key]
-        full = torch.arange(18).reshape(9, 2)
-        assert found.equal(full if comm.rank == 0 else full[:, 0])
+        key = "line" if comm.rank else "matrix"
+        whole = shard(key, torch.zeros_like(full[key]))
+        assert load({key: whole}, tmp_path / "c", comm=comm)[key].equal(full[key])
 
     run_ranks(RANKS, one)
 
