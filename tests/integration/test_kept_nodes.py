@@ -83,7 +83,7 @@ def read_slice_by_slice(saved: Path) -> None:
 
 @pytest.mark.parametrize(("read", "rounds"), [(load_all, 2), (read_slice_by_slice, 1)])
 def test_memory_does_not_grow(saved: Path, read: Any, rounds: int) -> None:
-    """TensorStore's conversion of the nodes left 500 MiB; a kilobyte a tensor and load is 29 MiB."""
+    """TensorStore's conversion of nodes left 500 MiB; a kilobyte a tensor and load is 29 MiB."""
     read(saved)
     before = resident_bytes()
     for _ in range(rounds):

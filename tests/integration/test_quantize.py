@@ -169,7 +169,7 @@ def assert_holds(path: Path, expected: Tensors) -> None:
     assert not found
 
 
-@examples(150)
+@examples(80)
 @given(
     case=st.sampled_from(sorted(CASES)),
     cut=st.sampled_from(["rows", "columns", "flat"]),
@@ -185,7 +185,7 @@ def test_any_sharding_is_a_part_of_the_whole(
     check_parts(folder, full, Recipe(*rules), cut=cut, at=at, world_size=world_size, shares=shares)
 
 
-@examples(40)
+@examples(16)
 @given(
     case=st.sampled_from(sorted(CASES)),
     parts=st.tuples(st.integers(1, 40), st.integers(1, 9)),

@@ -177,7 +177,7 @@ CHAINS: dict[str, tuple[list[Rule], Callable[[Tensors], Tensors]]] = {
 }  # fmt: skip
 
 
-@examples(150)
+@examples(80)
 @given(
     chain=st.sampled_from(sorted(CHAINS)),
     cut=st.sampled_from(["rows", "columns", "flat"]),

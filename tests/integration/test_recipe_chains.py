@@ -409,7 +409,7 @@ SAVED_KINDS = ["whole", "rows", "rows", "flat", "prepended"]
 LOADED_KINDS = ["whole", "rows", "rows", "flat", "prepended", "box", "box"]
 
 
-@examples(200)
+@examples(100)
 @given(
     case=cases(),
     backend=st.sampled_from(BACKENDS),
@@ -511,7 +511,7 @@ def assert_says(made: Derivation, stored: dict[str, torch.Tensor], full: State) 
     }
 
 
-@examples(100)
+@examples(50)
 @given(
     case=cases(),
     backend=st.sampled_from(BACKENDS),
@@ -540,7 +540,7 @@ def test_a_conversion_is_what_torch_makes(
             assert same(found, own.tensor()), (key, case.rules)
 
 
-@examples(150)
+@examples(75)
 @given(
     case=cases(),
     backend=st.sampled_from([*BACKENDS, ("safetensors", 1)]),

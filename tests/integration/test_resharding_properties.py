@@ -383,7 +383,7 @@ def check_world(
         check_whole(tensors, place)
 
 
-@examples(240)
+@examples(120)
 @given(
     world=worlds(),
     file_format=st.sampled_from([*FORMATS, "tensorstore", "torch_dist"]),
@@ -397,7 +397,7 @@ def test_any_save_grid_loads_into_any_load_grid(
     check_world(file_format, world, "tensorstore" if is_read else None)
 
 
-@examples(80)
+@examples(40)
 @given(world=worlds(), file_format=st.sampled_from(BACKENDS))
 def test_any_save_grid_loads_from_a_store(
     file_format: str, world: tuple[int, int, list[Case]]
