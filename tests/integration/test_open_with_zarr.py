@@ -187,20 +187,6 @@ def test_uneven_and_flattened_keys(tmp_path: Path, file_format: Format) -> None:
     assert described["flat"] == [[0, 5], [5, 12]]
 
 
-def test_prepended_axes_are_axes_of_the_array(tmp_path: Path) -> None:
-    layers = [torch.full((2, 3), float(i)) for i in range(4)]
-    state = {
-        "layers": [
-            shard("w", layer, (0, i, 4), prepend_axis_num=1) for i, layer in enumerate(layers)
-        ]
-    }
-    for version in (1, 2):
-        save(state, tmp_path / f"{version}", ("zarr", version))
-        array = opened(tmp_path / f"{version}" / "w")
-        assert array.chunks == (1, 2, 3)
-        assert array[...].tolist() == torch.stack(layers).tolist()
-
-
 # TensorStore.
 
 
@@ -339,15 +325,6 @@ def test_without_its_index_a_checkpoint_loads_the_same(
             assert value == right if name == "object" else bits(value) == bits(right)
 
     run_ranks(2, load_rank)
-
-
-def test_the_chunks_of_zarr_1_and_uncompressed_zarr_2_are_the_same_bytes(tmp_path: Path) -> None:
-    full = random_bits((6, 4), torch.bfloat16)
-    for version, prefix in ((1, ""), (2, "c.")):
-        save_matrix(tmp_path / str(version), ("zarr", version), full)
-        for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            chunk = tmp_path / str(version) / "w" / f"{prefix}{i}.{j}"
-            assert chunk.read_bytes() == bits(full[3 * i :, 2 * j :][:3, :2])
 
 
 # Databases of other programs.
