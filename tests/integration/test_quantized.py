@@ -332,40 +332,28 @@ WRONG: dict[str, tuple[Tensors, list[Rule], list[str]]] = {
         [],
         ["'a.weight': it has a.weight_scale_inv, but no codes", "float8_e4m3fn", "found bfloat16"],
     ),
-    "dtype of scales": (
-        {"a.weight": fp8(4, 4), "a.weight_scale_inv": scales_of(1).long()},
+    "dtypes": (
+        {"a.weight": fp8(4, 4), "a.weight_scale_inv": scales_of(1).long(),
+         "up_blocks": octets(2, 3, 4), "up_scales": scales_of(2, 3)},
         [],
-        ["'a.weight': wrong dtype of a.weight_scale_inv", "or float32 or", "found int64"],
+        ["'a.weight': wrong dtype of a.weight_scale_inv", "or float32 or", "found int64",
+         "'up_blocks': wrong dtype of up_scales", "expected float8_e8m0fnu or uint8"],
     ),
-    "dtype of exponents": (
-        {"up_blocks": octets(2, 3, 4), "up_scales": scales_of(2, 3)},
+    "shapes": (
+        {"a.weight": fp8(200, 300), "a.weight_scale_inv": scales_of(3, 2),
+         "b.weight": fp8(4), "b.weight_scale_inv": scales_of(1, 1, 1),
+         "up_blocks": octets(2, 3, 4), "up_scales": octets(2, 1)},
         [],
-        ["'up_blocks': wrong dtype of up_scales", "expected float8_e8m0fnu or uint8"],
-    ),
-    "shape of scales": (
-        {"a.weight": fp8(200, 300), "a.weight_scale_inv": scales_of(3, 2)},
-        [],
-        ["'a.weight': wrong shape of a.weight_scale_inv; expected (2, 3); found (3, 2)"],
-    ),
-    "axes of scales": (
-        {"a.weight": fp8(4), "a.weight_scale_inv": scales_of(1, 1, 1)},
-        [],
-        ["'a.weight': wrong shape", "expected (1,); found (1, 1, 1)"],
-    ),
-    "shape of exponents": (
-        {"up_blocks": octets(2, 3, 4), "up_scales": octets(2, 1)},
-        [],
-        ["'up_blocks': wrong shape of up_scales; expected (2, 3); found (2, 1)"],
+        ["'a.weight': wrong shape of a.weight_scale_inv; expected (2, 3); found (3, 2)",
+         "'b.weight': wrong shape", "expected (1,); found (1, 1, 1)",
+         "'up_blocks': wrong shape of up_scales; expected (2, 3); found (2, 1)"],
     ),
     "a rule before": (
         {"a.weight": fp8(4, 4), "a.weight_scale_inv": scales_of(1)},
         [Transpose("a.weight")],
-        [
-            "'a.weight': a rule before has cut, joined or turned a.weight",
-            "Put this rule before",
-        ],
+        ["'a.weight': a rule before has cut, joined or turned a.weight", "Put this rule before"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)

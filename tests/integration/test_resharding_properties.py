@@ -405,17 +405,6 @@ def test_any_save_grid_loads_from_a_store(
     check_world(file_format, world, in_store=True)
 
 
-@pytest.mark.parametrize("file_format", ["tensorstore", "torch_dist"])
-def test_64_ranks_to_48_ranks(tmp_path: Path, file_format: str) -> None:
-    saved, wanted = (
-        tuple(Part(r, (192 // n * r, 0), (192 // n, 4), None, 0, 0, (n, 1)) for r in range(n))
-        for n in (64, 48)
-    )
-    case = Case("layer", torch.bfloat16, (192, 4), saved, wanted)
-    save_cases([case], 64, tmp_path / "checkpoint", file_format)
-    check_load([case], 48, tmp_path / "checkpoint")
-
-
 @pytest.mark.parametrize("file_format", BACKENDS)
 def test_views_that_overlap_themselves_are_saved_as_their_values(
     tmp_path: Path, file_format: str

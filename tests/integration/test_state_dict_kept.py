@@ -251,22 +251,6 @@ def test_load_returns_the_same_nesting_with_the_given_tensors_filled(
     run_ranks(2, load_rank)
 
 
-def test_a_parameter_is_filled_in_place_and_returned_as_itself(tmp_path: Path) -> None:
-    dc.save({"w": shard("w", torch.arange(6.0).reshape(2, 3))}, tmp_path / "c")
-    layer = torch.nn.Linear(3, 2, bias=False)
-    assert layer.weight.requires_grad
-    optimizer = torch.optim.SGD(layer.parameters(), 0.5)
-    loaded: Any = dc.load({"w": shard("w", layer.weight)}, tmp_path / "c")
-    assert loaded["w"] is layer.weight
-    assert isinstance(loaded["w"], torch.nn.Parameter)
-    assert layer.weight.requires_grad
-    assert layer.weight.grad_fn is None
-    assert torch.equal(layer.weight, torch.arange(6.0).reshape(2, 3))
-    layer(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    assert torch.equal(layer.weight, torch.arange(6.0).reshape(2, 3) - 0.5)
-
-
 def test_the_common_state_of_the_checkpoint_wins(tmp_path: Path) -> None:
     nested = {"a": 1, "e": OrderedDict(), "w": shard("w", torch.ones(2))}
     dc.save({"step": 7, "only saved": [1, ()], "nested": nested}, tmp_path / "c")

@@ -70,22 +70,6 @@ def test_few_files_whatever_the_number_of_tensors(tmp_path: Path) -> None:
     assert len(dc.load_tensors_metadata(tmp_path)) == 1000
 
 
-def test_dropping_the_optimizer_frees_its_space(tmp_path: Path) -> None:
-    full = save_state(tmp_path)
-
-    def used() -> int:
-        return sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-
-    before = used()
-    dc.remove_sharded_tensors(tmp_path, "optimizer")
-    # The tree of keys is written anew, and keeps its old nodes.
-    assert before - used() > 0.999 * full["optimizer.m"].nbytes
-    left = dc.load_plain_tensors(tmp_path)
-    assert {"model.w", "model.b"} <= set(left)
-    assert not any(key.startswith("optimizer") for key in left)
-    assert torch.equal(left["model.w"], full["model.w"])
-
-
 @pytest.mark.parametrize("mode", [ReadMode.MEMMAP, ReadMode.PREAD])
 def test_lost_data_is_an_error_and_never_zeros(tmp_path: Path, mode: ReadMode) -> None:
     save_state(tmp_path)
