@@ -228,7 +228,7 @@ def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
 
     def made(*names: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2) for name in names})
-        groups = [{"params": list(own.parameters())} for own in model.values()]
+        groups = [{"params": [*own.parameters()]} for own in model.values()]
         return model, torch.optim.AdamW(groups, lr=0.5)
 
     model, optimizer = made("a", "b")
@@ -239,9 +239,10 @@ def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
     optimizer.step()
     dc.save(TorchState(model, optimizer, step=3), tmp_path / "c")
     # Both change places, and one gets another name on the way.
+    names = r"(model|optimizer\.state)"
     recipe = dc.Recipe(
-        Rename(r"(model|optimizer\.state)\.a\.{x*}", to=r"\1.other.{x}"),
-        Rename(r"(model|optimizer\.state)\.b\.{x*}", to=r"\1.a.{x}"),
+        Rename(names + r"\.a\.{x*}", to=r"\1.other.{x}"),
+        Rename(names + r"\.b\.{x*}", to=r"\1.a.{x}"),
     )
     other, its_optimizer = made("other", "a")
     load(TorchState(other, its_optimizer), tmp_path / "c", recipe=recipe)
@@ -254,35 +255,31 @@ def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_a_torch_state_with_more_rows(tmp_path: Path, *, has_stepped: bool) -> None:
-    def made(rows: int) -> tuple[torch.nn.Embedding, torch.optim.Optimizer]:
+    def made(rows: int, *, has_stepped: bool) -> tuple[torch.nn.Embedding, torch.optim.Adam]:
         model = torch.nn.Embedding(rows, 2)
-        return model, torch.optim.Adam(model.parameters())
+        optimizer = torch.optim.Adam(model.parameters())
+        if has_stepped:
+            model(torch.tensor([1, 5])).sum().backward()
+            optimizer.step()
+        return model, optimizer
 
-    def step(model: torch.nn.Embedding, optimizer: torch.optim.Optimizer) -> None:
-        model(torch.tensor([1, 5])).sum().backward()
-        optimizer.step()
-
-    model, optimizer = made(6)
-    step(model, optimizer)
+    model, optimizer = made(6, has_stepped=True)
     dc.save(TorchState(model, optimizer), tmp_path / "c")
-    padded, its_optimizer = made(8)
-    if has_stepped:
-        step(padded, its_optimizer)
-    state = TorchState(padded, its_optimizer)
+    padded, its_optimizer = made(8, has_stepped=has_stepped)
     moments = Resize(r"optimizer\.state\.weight\.exp_avg(_sq)?")
-    load(state, tmp_path / "c", recipe=dc.Recipe(Resize("model.weight"), moments))
-    for own, other in (
-        (model.weight, padded.weight),
-        *(
-            (optimizer.state[model.weight][name], its_optimizer.state[padded.weight][name])
-            for name in ("exp_avg", "exp_avg_sq")
-        ),
-    ):
-        assert torch.equal(torch.cat([own, torch.zeros(2, 2)]), other)
-    step(padded, its_optimizer)
+    recipe = dc.Recipe(Resize("model.weight"), moments)
+    load(TorchState(padded, its_optimizer), tmp_path / "c", recipe=recipe)
+    zeros, state = torch.zeros(2, 2), its_optimizer.state[padded.weight]
+    assert torch.equal(torch.cat([model.weight, zeros]), padded.weight)
+    for name in ("exp_avg", "exp_avg_sq"):
+        own = optimizer.state[model.weight][name]
+        assert torch.equal(torch.cat([own, zeros]), state[name])
+    padded(torch.tensor([1, 7])).sum().backward()
+    its_optimizer.step()
     # A rule that forgets the moments is told so, and not by the next step.
+    forgetful = dc.Recipe(Resize("model.weight"))
     with pytest.raises(dc.StateMismatchError, match=r"exp_avg': global shape differs"):
-        load(TorchState(*made(8)), tmp_path / "c", recipe=dc.Recipe(Resize("model.weight")))
+        load(TorchState(*made(8, has_stepped=False)), tmp_path / "c", recipe=forgetful)
 
 
 @pytest.mark.parametrize(
@@ -352,21 +349,17 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
         ('[{"rname": "a", "to": "b"}]', "did you mean 'rename'?"),
         ('[{"rename": "a", "into": "b"}]', "rename takes to, not 'into'; did you mean 'to'?"),
         ('[{"rename": "a"}]', "rename needs 'to'"),
-        (
-            '[{"resize": "a", "sizes": 3}]',
-            "resize takes axis, size, fill, not 'sizes'; did you mean",
-        ),
+        ('[{"resize": "a", "sizes": 3}]', "takes axis, size, fill, not 'sizes'; did you mean"),
         ('[{"rename": "a", "to": "b", "drop": "c"}]', "one object is one rule, not 'rename' and"),
         ('[{"rename": "a", "to": "b", "rename": "c", "to": "d"}]', "'rename' is there 2 times"),
         ('[{"split": "a", "into": "b"}]', "into must be a list, not 'b'"),
         ('[{"split": "a", "into": ["b"], "sizes": 1}]', "sizes must be a list, not 1"),
-        ('[{"split": "a", "into": {"b": 1}}]', "into must be a list, not {'b': 1}"),
         ('[{"transpose": "a", "axes": 1}]', "axes must be a list, not 1"),
         ('[{"resize": "a", "axis": "0"}]', "axis must be a whole number, not '0'"),
         ('[{"concat": ["a", "b"], "into": "c", "axis": null}]', "axis must be a whole number"),
         ('[{"drop": 3}]', "the patterns must be a list, not 3"),
         ('[{"keep": []}]', "it keeps nothing"),
-        ('[{"use": "gpt2"}]', "'gpt2' is not one of llama_to_megatron"),
+        ('[{"use": "lama_to_megatron"}]', "is not one of llama_to_megatron"),
         ('[{"use": "lama_to_megatron"}]', "did you mean 'llama_to_megatron' or"),
         ('[{"use": ["llama_to_megatron"]}]', "['llama_to_megatron'] is not one of"),
         ('[{"use": "llama_to_megatron"}]', "llama_to_megatron needs 'num_query_groups'"),
@@ -374,11 +367,12 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "r.json").write_text(text)
+    path = tmp_path / "r.json"
+    path.write_text(text)
     with pytest.raises(dc.CheckpointingException, match="the recipe cannot be read") as caught:
-        dc.Recipe.read(tmp_path / "r.json")
+        dc.Recipe.read(path)
     assert said in str(caught.value)
-    assert str(tmp_path / "r.json") in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 def test_a_mapping_of_yaml_with_bad_keys_is_refused(tmp_path: Path) -> None:
@@ -396,12 +390,13 @@ def test_a_mapping_of_yaml_with_bad_keys_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given_recipe", [[Drop("a")], Drop("a"), "rules.json"])
 def test_what_is_no_recipe_is_refused(ckpt: Path, tmp_path: Path, given_recipe: Any) -> None:
-    with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
-        load({}, ckpt, recipe=given_recipe)
-    with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
-        convert.convert(ckpt, tmp_path / "out", recipe=given_recipe)
-    with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
-        preview_recipe(given_recipe, ckpt)
+    for use in (
+        lambda: load({}, ckpt, recipe=given_recipe),
+        lambda: convert.convert(ckpt, tmp_path / "out", recipe=given_recipe),
+        lambda: preview_recipe(given_recipe, ckpt),
+    ):
+        with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
+            use()
 
 
 def test_a_strategy_without_a_reader_takes_recipes(ckpt: Path) -> None:
@@ -422,7 +417,6 @@ def test_a_strategy_without_a_reader_takes_recipes(ckpt: Path) -> None:
     [
         ("tensorstore", Transpose("w"), (8, 8)),
         ("zarr", Concat(["w", "v"], into="w"), (16, 8)),
-        ("tensorstore", Resize("w", size=16), (16, 8)),
         ("zarr", Resize("w", size=4), (4, 8)),
         ("tensorstore", CastTo("w", "float64"), (8, 8)),
     ],
@@ -440,7 +434,7 @@ def test_damage_is_found_through_a_rule(
         load(template, tmp_path / "c", recipe=recipe, verify=True)
     with pytest.raises(dc.CorruptCheckpointError, match="not what was saved"):
         convert.convert(tmp_path / "c", tmp_path / "out", recipe=recipe)
-    if shape == (4, 8) or dtype == torch.float64:
+    if isinstance(rule, Resize | CastTo):
         load(template, tmp_path / "c", recipe=recipe, verify="restored")
         assert "1 tensors are not compared with what was saved" in caplog.text
     else:
@@ -448,7 +442,7 @@ def test_damage_is_found_through_a_rule(
             load(template, tmp_path / "c", recipe=recipe, verify="restored")
 
 
-def test_a_save_takes_a_recipe(tmp_path: Path) -> None:
+def test_a_save_behind_a_training_takes_a_recipe(tmp_path: Path) -> None:
     state = {
         **wholes({"a": numbered(4, 3), "b": numbered(2)}),
         "rng": dc.ShardedObject("a.rng", 7, (1,), (0,)),
@@ -457,16 +451,13 @@ def test_a_save_takes_a_recipe(tmp_path: Path) -> None:
     }
     rules = [Rename("a", to="w"), Rename("a.rng", to="seed"), CastTo("w", "bfloat16"), Drop("b")]
     recipe = dc.Recipe(*rules, Resize("w", size=5))
-    dc.save(state, tmp_path / "now", recipe=recipe)
-    request = dc.async_save(state, tmp_path / "later", recipe=recipe)
-    request.wait()
+    dc.async_save(state, tmp_path, recipe=recipe).wait()
     expected = torch.cat([numbered(4, 3), torch.zeros(1, 3)]).bfloat16()
-    for name in ("now", "later"):
-        opened = dc.Checkpoint.open(tmp_path / name)
-        assert [*opened] == ["w"]
-        assert torch.equal(opened["w"][:], expected)
-        assert [*opened.objects] == ["seed"]
-        assert opened.common == {"0": {"step": 3}}
+    opened = dc.Checkpoint.open(tmp_path)
+    assert [*opened] == ["w"]
+    assert torch.equal(opened["w"][:], expected)
+    assert [*opened.objects] == ["seed"]
+    assert opened.common == {"0": {"step": 3}}
     assert state["a"].key == "a"
     assert state["a"].data.dtype == torch.float32
 

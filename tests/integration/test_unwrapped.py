@@ -89,11 +89,10 @@ class OfTorch(torch.Tensor):
 
 def test_a_sharded_tensor_of_torch_is_an_error(tmp_path: Path) -> None:
     state = {"w": torch.ones(2).as_subclass(OfTorch)}
-    with pytest.raises(dc.InvalidShardingError, match="shard_state_dict"):
-        dc.save(state, tmp_path / "c")
     dc.save({"step": 1}, tmp_path / "c")
-    with pytest.raises(dc.InvalidShardingError, match="shard_state_dict"):
-        dc.load(state, tmp_path / "c")
+    for use, name in ((dc.save, "d"), (dc.load, "c")):
+        with pytest.raises(dc.InvalidShardingError, match="shard_state_dict"):
+            use(state, tmp_path / name)
 
 
 def test_a_template_that_is_not_wrapped_is_an_error_that_says_how_to(tmp_path: Path) -> None:
@@ -103,10 +102,8 @@ def test_a_template_that_is_not_wrapped_is_an_error_that_says_how_to(tmp_path: P
         with pytest.raises(dc.StateMismatchError) as raised:
             dc.load(template, tmp_path)
         assert len(raised.value.findings) == 2
-        assert "['weight']" in str(raised.value)
-        assert "['bias']" in str(raised.value)
-        assert "interop.shard_state_dict" in str(raised.value)
-        assert "ShardedTensor.from_rank_offsets" in str(raised.value)
+        for words in ("['weight']", "['bias']", "interop.shard_state_dict", "from_rank_offsets"):
+            assert words in str(raised.value)
 
 
 UNFILLED: dict[str, tuple[dict[Any, Any], dict[Any, Any], str]] = {
