@@ -59,11 +59,7 @@ def test_rank_offsets_may_come_from_numpy() -> None:
         "w", FULL[2:], offset, (np.int8(1), dp - 1, Three()), replica_id=numbers["replica_id"]
     )
     assert_plain(
-        shard,
-        global_shape=(4, 18),
-        global_offset=(2, 0),
-        axis_fragmentations=(2, 3),
-        replica_id=0,
+        shard, global_shape=(4, 18), global_offset=(2, 0), axis_fragmentations=(2, 3), replica_id=0
     )
     stacked = dc.ShardedTensor.from_rank_offsets("w", FULL, offset, **numbers)
     assert_plain(stacked, global_shape=(2, 4, 6))

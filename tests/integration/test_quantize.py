@@ -36,9 +36,7 @@ from dist_checkpointing.planning import (
     Split,
     Transpose,
 )
-from dist_checkpointing.serialization import (
-    preview_recipe,
-)
+from dist_checkpointing.serialization import preview_recipe
 from dist_checkpointing.testing import assert_same_bits, failures_on, run_ranks
 from dist_checkpointing.tools.convert import ConvertOptions, convert
 from quantized import Tensors, check_parts, of_blocks, written

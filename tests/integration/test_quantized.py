@@ -21,18 +21,8 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.planning import (
-    Concat,
-    Dequantize,
-    Rename,
-    Resize,
-    Rule,
-    Transpose,
-    Unstack,
-)
-from dist_checkpointing.serialization import (
-    preview_recipe,
-)
+from dist_checkpointing.planning import Concat, Dequantize, Rename, Resize, Rule, Transpose, Unstack
+from dist_checkpointing.serialization import preview_recipe
 from dist_checkpointing.testing import assert_same_bits
 from dist_checkpointing.tools.convert import convert
 from quantized import Tensors, check_parts, of_blocks, written

@@ -71,13 +71,11 @@ def test_what_needs_a_copy(
     full = values()
     save({"w": shard("w", full)}, tmp_path, backend)
     if what == "dtype":
-        leaf = shard("w", torch.zeros(ROWS, COLUMNS).bfloat16())
-        expected = full.bfloat16()
+        leaf, expected = shard("w", torch.zeros(ROWS, COLUMNS).bfloat16()), full.bfloat16()
     elif what == "device":
         # Some columns: they do not lie together in the file either.
         box = Box((3, 2000), (490, 2001))
-        data = torch.zeros(box.shape)
-        leaf = ShardedTensor("w", data, data.dtype, box.shape, (ROWS, COLUMNS), box.offset, None)
+        leaf = ShardedTensor.from_offset("w", torch.zeros(box.shape), (ROWS, COLUMNS), box.offset)
         expected = full[box.slices()]
     else:
         start, stop = 12_345, ROWS * COLUMNS - 6_789

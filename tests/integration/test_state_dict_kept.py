@@ -118,35 +118,24 @@ def everything(rank: int, count: int, *, fill: float | None = None) -> dict[Any,
 
 def picture(value: Any, *, contents: bool) -> Any:
     """All there is to know about a nest: types, identities, attributes, order, and contents."""
+    own: Any = None
+    below: list[Any] = []
     if isinstance(value, ShardedBase):
-        attributes = [
-            (f.name, id(getattr(value, f.name)), picture(getattr(value, f.name), contents=contents))
-            for f in fields(value)  # type: ignore[arg-type]
-        ]
-        return type(value), id(value), attributes, sorted(vars(value))
-    if isinstance(value, dc.LocalNonpersistentObject):
-        return type(value), id(value), picture(value.obj, contents=contents)
-    if isinstance(value, torch.Tensor):
-        seen = value.detach().clone() if contents else None
-        return (
-            type(value),
-            id(value),
-            value.data_ptr(),
-            value.stride(),
-            value.shape,
-            value.dtype,
-            value.requires_grad,
-            None if seen is None else seen.tolist(),
-        )
-    if isinstance(value, dict):
-        items = [
-            (picture(key, contents=contents), picture(below, contents=contents))
-            for key, below in value.items()
-        ]
-        return type(value), id(value), items, getattr(value, "owner", None)
-    if isinstance(value, list | tuple):
-        return type(value), id(value), [picture(below, contents=contents) for below in value]
-    return type(value), id(value), repr(value)
+        own = sorted(vars(value))
+        below = [getattr(value, field.name) for field in fields(value)]  # type: ignore[arg-type]
+    elif isinstance(value, dc.LocalNonpersistentObject):
+        below = [value.obj]
+    elif isinstance(value, torch.Tensor):
+        seen = value.tolist() if contents else None
+        own = value.data_ptr(), value.stride(), value.shape, value.dtype, value.requires_grad, seen
+    elif isinstance(value, dict):
+        own = getattr(value, "owner", None)
+        below = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple):
+        below = [*value]
+    else:
+        own = repr(value)
+    return type(value), id(value), own, [picture(each, contents=contents) for each in below]
 
 
 @contextmanager

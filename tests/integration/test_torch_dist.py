@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 from torch.serialization import get_crc32_options, set_crc32_options
 
 import dist_checkpointing as dc
-from damage import flip, place_of
+from damage import files_in, flip, place_of
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.serialization import preview_removal
 from dist_checkpointing.storage import ReadMode, StorageOptions
 from dist_checkpointing.strategies import (
@@ -38,7 +39,7 @@ from dist_checkpointing.testing import (
     run_ranks,
     template,
 )
-from states import shard as whole, wholes
+from states import rows, shard as whole, wholes
 
 # DCP warns whoever uses it in one process, also one who says so.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -346,12 +347,12 @@ def test_a_lost_common_pt_of_older_ones_is_an_error(tmp_path: Path) -> None:
 
 def test_a_folder_of_plain_dcp_is_not_saved_into(tmp_path: Path) -> None:
     dcp_save({"w": torch.ones(2)}, tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*")}
+    before = files_in(tmp_path)
     for backend in ("torch_dist", "zarr"):
         for overwrite in (False, True):
             with pytest.raises(dc.CheckpointExistsError):
                 dc.save({"w": whole("w", torch.zeros(2))}, tmp_path, backend, overwrite=overwrite)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*")} == before
+    assert files_in(tmp_path) == before
 
 
 def test_a_save_that_did_not_end_is_not_taken_for_one_of_plain_dcp(tmp_path: Path) -> None:
@@ -399,17 +400,14 @@ def test_tensors_below_a_separation_hint_have_files_of_their_own(
     monkeypatch.setattr(MIN_FILE_BYTES, 64)
     options = StorageOptions(threads=threads)
     strategy = TorchDistSaveShardedStrategy(separation_hint="opt/", options=options)
+    full = torch.arange(128.0)
 
-    def state_of(rank: int) -> dict[str, Any]:
-        cut: dict[str, Any] = {
-            key: dc.ShardedTensor.from_rank_offsets(
-                key, torch.arange(64.0) + 64 * rank, (0, rank, 2)
-            )
-            for key in ("opt/m", "opt/v", "other", "w")
-        }
-        return cut | {"o": dc.ShardedObject("opt/o", "kept", (1,), (0,), replica_id=rank)}
+    def one(comm: Comm) -> None:
+        state: dict[str, Any] = {k: rows(k, full, comm) for k in ("opt/m", "opt/v", "other", "w")}
+        state["o"] = dc.ShardedObject("opt/o", "kept", (1,), (0,), replica_id=comm.rank)
+        dc.save(state, tmp_path, strategy, comm=comm)
 
-    run_ranks(2, lambda comm: dc.save(state_of(comm.rank), tmp_path, strategy, comm=comm))
+    run_ranks(2, one)
     apart = sorted(path.name for path in tmp_path.glob("opt*"))
     numbers = range(min(threads, 2))
     assert apart == [f"opt%2F__{rank}_{number}.distcp" for rank in (0, 1) for number in numbers]
@@ -417,13 +415,10 @@ def test_tensors_below_a_separation_hint_have_files_of_their_own(
     assert set(preview_removal(tmp_path, "opt/").files) == set(apart)
     dc.remove_sharded_tensors(tmp_path, "opt/")
     assert before - {path.name for path in tmp_path.iterdir()} == set(apart)
-    loaded = dc.load(
-        {"w": whole("w", torch.zeros(128)), "o": dc.ShardedObject("opt/o", None, (1,), (0,))},
-        tmp_path,
-        verify=True,
-    )
-    assert loaded == {"w": loaded["w"], "o": "kept"}
-    assert loaded["w"].tolist() == list(range(128))
+    wanted = {"w": empty("w", full), "o": dc.ShardedObject("opt/o", None, (1,), (0,))}
+    loaded = dc.load(wanted, tmp_path, verify=True)
+    assert loaded["o"] == "kept"
+    assert torch.equal(loaded["w"], full)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

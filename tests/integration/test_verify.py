@@ -12,7 +12,7 @@ from damage import flip
 from dist_checkpointing.checkpoint import examine_checkpoint
 from dist_checkpointing.format import Index, Pieces, StoredTensor, read_index, write_index
 from samples import BACKENDS, Sample, Samples
-from states import shard
+from states import rows, save_on, shard
 
 
 def test_what_is_sound_is_sound(any_sample: Sample) -> None:
@@ -36,11 +36,7 @@ def test_the_work_can_be_shared(sample: Sample) -> None:
 def large(folder: Path, name: str) -> Path:
     """Tensors that lie outside of the nodes of a database, w1 of ones and so on, in two chunks."""
     full = {f"w{i}": torch.full((4, 500), float(i)) for i in range(5)}
-    rows = {
-        key: [shard(key, t.chunk(2)[i], (0, i, 2)) for i in range(2)] for key, t in full.items()
-    }
-
-    dc.save(rows, folder, BACKENDS[name]())
+    save_on(2, lambda c: {k: rows(k, t, c) for k, t in full.items()}, folder, BACKENDS[name]())
     return folder
 
 
