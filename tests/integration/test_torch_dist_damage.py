@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing import failures_on
+from hostile_pickles import archive
 from states import cell, flat, rows, save_on, shard
 
 BACKEND = ("torch_dist", 1)
@@ -269,6 +270,7 @@ def compressed(record: bytes) -> bytes:
         (saved(["no tensor"]), "expected a plain tensor|description"),
         (saved(torch.ones(64).bfloat16().to_sparse()), "expected a plain tensor"),
         (compressed(saved(FULL["bits"])), "compressed"),
+        (archive(b"\x80\x04K\x01K\x02\x93."), "the name of a class is not a text"),
     ],
 )
 def test_records_of_something_else(damaged: Path, record: bytes, problem: str) -> None:
@@ -283,7 +285,10 @@ def test_a_parameter_is_a_tensor_too(damaged: Path) -> None:
     check_loads(damaged)
 
 
-@pytest.mark.parametrize("record", [saved({"a": [0]}), saved([]), b"nonsense"])
+NO_STORAGE = archive(b"\x80\x02(" + 4 * b"X\1\0\0\0x" + b"K\1tQ.")
+
+
+@pytest.mark.parametrize("record", [saved({"a": [0]}), saved([]), b"nonsense", NO_STORAGE])
 def test_objects_of_something_else(damaged: Path, record: bytes) -> None:
     put(damaged, "object/shard_0_2", record)
     with pytest.raises(dc.CorruptCheckpointError, match=r"other\.distcp"):
