@@ -4,11 +4,12 @@
 """
 
 import functools
-import itertools
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
+from damage import files_in
 from dist_checkpointing import ShardedObject, ShardedTensor, load
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import ShardedBase
@@ -50,10 +52,6 @@ def unmarked(value: Any, mark: str = "") -> Any:
     return value
 
 
-def full_tensors(name: str) -> dict[str, torch.Tensor]:
-    return golden_sample(name).tensors
-
-
 def assert_common_state(found: Any, name: str) -> None:
     wanted = unmarked(expected(name)["common"])
     assert list(found) == list(wanted)
@@ -72,19 +70,10 @@ def cut(key: str, full: torch.Tensor, rank: int, count: int) -> ShardedTensor:
     if not full.ndim:
         return shard(key, torch.full_like(full, 7))
     axis = next((a for a, extent in enumerate(full.shape) if extent >= count), 0)
-    extent = full.shape[axis]
-    start, stop = extent * rank // count, extent * (rank + 1) // count
-    shape = (*full.shape[:axis], stop - start, *full.shape[axis + 1 :])
-    offset = tuple(start if a == axis else 0 for a in range(full.ndim))
-    return ShardedTensor(
-        key,
-        torch.full(shape, 7, dtype=full.dtype),
-        full.dtype,
-        shape,
-        tuple(full.shape),
-        offset,
-        None,
-    )
+    start, stop = (full.shape[axis] * number // count for number in (rank, rank + 1))
+    part = torch.full_like(full.narrow(axis, start, stop - start), 7)
+    offset = [start if a == axis else 0 for a in range(full.ndim)]
+    return ShardedTensor.from_offset(key, part, full.shape, offset)
 
 
 def flattened(key: str, full: torch.Tensor, rank: int, count: int) -> ShardedTensor:
@@ -106,25 +95,19 @@ def part_of(full: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:
 def test_every_tensor_loads_exactly_on_any_number_of_ranks(
     name: str, ranks: int, strategy: str | None, *, with_data: bool
 ) -> None:
-    full = full_tensors(name)
+    full = golden_sample(name).tensors
 
     def load_rank(comm: Comm) -> None:
-        template: dict[str, Any] = {
-            make.__name__: {key: make(key, full[key], comm.rank, ranks) for key in full}
-            for make in (cut, flattened)
-        }
-        if not with_data:
-            for leaves in template.values():
-                for leaf in leaves.values():
-                    leaf.data = None
-        loaded = load(template, GOLDEN / name, strategy, comm=comm)
-        for kind, key in itertools.product(template, full):
-            leaf, value = template[kind][key], loaded[kind][key]
-            assert value.dtype == full[key].dtype
-            assert torch.equal(value, part_of(full[key], leaf)), (kind, key)
-            if with_data:
-                assert value is leaf.data
-        assert_common_state({k: v for k, v in loaded.items() if k not in template}, name)
+        leaves = [
+            make(key, full[key], comm.rank, ranks) for make in (cut, flattened) for key in full
+        ]
+        given = leaves if with_data else [leaf.without_data() for leaf in leaves]
+        loaded: Any = load({"leaves": given}, GOLDEN / name, strategy, comm=comm)
+        for leaf, value in zip(given, loaded.pop("leaves"), strict=True):
+            assert value.dtype == full[leaf.key].dtype
+            assert torch.equal(value, part_of(full[leaf.key], leaf)), leaf
+            assert leaf.data is None or value is leaf.data
+        assert_common_state(loaded, name)
 
     run_ranks(ranks, load_rank)
 
@@ -195,7 +178,7 @@ def leaves_of(nest: Any) -> Iterator[ShardedBase]:
 
 @FIXTURE
 def test_the_state_loads_as_megatron_saved_it_flattened_pieces_and_objects_too(name: str) -> None:
-    full = full_tensors(name)
+    full = golden_sample(name).tensors
     zeros = {key: torch.zeros_like(value) for key, value in full.items()}
 
     def load_rank(comm: Comm) -> None:
@@ -216,77 +199,56 @@ def test_the_state_loads_as_megatron_saved_it_flattened_pieces_and_objects_too(n
 
 
 @FIXTURE
-def test_the_listing_has_all_tensors_and_objects_and_no_lock_folders(name: str) -> None:
+def test_one_process_reads_everything_and_changes_nothing(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / name, tmp_path / "c")
     if name in ZARR_NAMES:
-        assert list((GOLDEN / name).glob("*.sync")), "the fixture has lock folders"
-    full = full_tensors(name)
-    metadata = dc.load_tensors_metadata(GOLDEN / name)
+        assert list(folder.glob("*.sync")), "the fixture has lock folders"
+    before = files_in(folder)
+    full = golden_sample(name).tensors
+    assert dc.check_is_distributed_checkpoint(folder)
+    metadata = dc.load_tensors_metadata(folder)
     assert {k: (t.global_shape, t.dtype) for k, t in metadata.items()} == {
         k: (tuple(t.shape), t.dtype) for k, t in full.items()
     }
-    everything = dc.load_sharded_metadata(GOLDEN / name)
+    everything = dc.load_sharded_metadata(folder)
     assert set(everything) == set(full) | set(expected(name)["sharded_objects"])
     assert everything["rng_state/shard_0.1_1.2"] == ShardedObject("rng_state", None, (1, 2), (0, 1))
-
-
-@FIXTURE
-def test_plain_tensors_common_state_and_content_metadata_load_in_one_process(name: str) -> None:
-    assert dc.check_is_distributed_checkpoint(GOLDEN / name)
-    plain = dc.load_plain_tensors(GOLDEN / name)
-    full = full_tensors(name)
+    plain = dc.load_plain_tensors(folder)
     for key, value in full.items():
         assert torch.equal(plain.pop(key), value)
     assert_common_state(plain, name)
-    assert_common_state(dc.load_common_state_dict(GOLDEN / name), name)
-    content = dc.load_content_metadata(GOLDEN / name)
+    assert_common_state(dc.load_common_state_dict(folder), name)
+    content = dc.load_content_metadata(folder)
     assert content == expected(name)["common"].get("content_metadata")
-
-
-@FIXTURE
-def test_nothing_in_a_checkpoint_changes_when_it_is_read(name: str, tmp_path: Path) -> None:
-    copy = shutil.copytree(GOLDEN / name, tmp_path / "c")
-    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
-    dc.load_plain_tensors(copy)
-    dc.load_sharded_metadata(copy)
-    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+    assert files_in(folder) == before
 
 
 # What we write.
 
 
-def without_ours(folder: Path) -> set[str]:
-    """Files that Megatron would write too: no lock folders of theirs, no notes of ours."""
-    return {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_file() and not path.parts[len(folder.parts)].endswith((".sync", ".dckpt"))
-    }
-
-
 @pytest.mark.parametrize("name", ZARR_NAMES)
 def test_we_write_the_same_files(name: str, tmp_path: Path) -> None:
-    ours, theirs = tmp_path, GOLDEN / name
-    full, common = full_tensors(name), unmarked(expected(name)["common"])
+    """But for lock folders of theirs and notes of ours."""
+    full, common = golden_sample(name).tensors, unmarked(expected(name)["common"])
     content = common.pop("content_metadata", None)
     save_on(
         2,
         lambda comm: saved_by_megatron(name, comm.rank, full) | common,
-        ours,
+        tmp_path,
         ("zarr", 1),
         content_metadata=content,
     )
-    files = without_ours(theirs)
-    assert without_ours(ours) == files
-    assert {path.name for path in ours.iterdir() if path.name.startswith(".")} == {".dckpt"}
-    pickles = [file for file in files if file.endswith(".pt")]
-    assert len(pickles) == 4
-    assert len([file for file in files if file.endswith(".zarray")]) == 9
-    assert len(files) == 18 + 9 + 4 + 1
-    for file in files:
-        if file not in pickles:
-            assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
+    ours = {k: v for k, v in files_in(tmp_path).items() if not k.startswith(".dckpt/")}
+    theirs = {k: v for k, v in files_in(GOLDEN / name).items() if ".sync/" not in k}
+    assert ours.keys() == theirs.keys()
+    assert Counter(file.rpartition(".")[2] for file in theirs)["pt"] == 4
+    assert len([file for file in theirs if file.endswith(".zarray")]) == 9
+    assert len(theirs) == 18 + 9 + 4 + 1
+    for file, content_of_theirs in theirs.items():
+        if not file.endswith(".pt"):
+            assert ours[file] == content_of_theirs, file
             continue
-        mine, right = torch.load(ours / file), torch.load(theirs / file)
+        mine, right = (torch.load(BytesIO(data)) for data in (ours[file], content_of_theirs))
         if file == "common.pt":
             assert list(mine) == list(right)
             assert torch.equal(mine.pop("common_tensor"), right.pop("common_tensor"))
@@ -296,7 +258,7 @@ def test_we_write_the_same_files(name: str, tmp_path: Path) -> None:
 def test_we_write_the_same_torch_dist_checkpoint(tmp_path: Path) -> None:
     """The same tensors, chunks, objects and ranks, as DCP's metadata describes them."""
     name = "mc0.15.3_torch_dist"
-    full, common = full_tensors(name), unmarked(expected(name)["common"])
+    full, common = golden_sample(name).tensors, unmarked(expected(name)["common"])
 
     save_on(
         2,

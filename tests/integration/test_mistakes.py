@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import dist_checkpointing as dc
-from dist_checkpointing.interop import DCPReader, DCPWriter, TorchState, shard_state_dict
+from dist_checkpointing.interop import DCPReader, TorchState, shard_state_dict
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from faults import full_disk
 from samples import BACKENDS
@@ -29,16 +28,14 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("path", [{"step": 1}, None, 3, b"ckpt", ""])
-def test_what_is_no_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, path: object
-) -> None:
+def test_what_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(dc.CheckpointingException, match="not a path of a checkpoint") as raised:
-        PLACES[place](path)
-    assert not isinstance(raised.value, dc.RankFailedError)
-    (finding,) = raised.value.findings
-    assert finding.remedy
+    for path in ({"step": 1}, None, 3, b"ckpt", ""):
+        with pytest.raises(dc.CheckpointingException, match="not a path of a checkpoint") as raised:
+            PLACES[place](path)
+        assert not isinstance(raised.value, dc.RankFailedError)
+        (finding,) = raised.value.findings
+        assert finding.remedy
     assert not [*tmp_path.iterdir()]
 
 
@@ -60,12 +57,6 @@ def test_a_torch_state_of_no_module(model: Any) -> None:
         TorchState(model)
 
 
-def holding_itself() -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    state["self"] = state
-    return state
-
-
 def nested(levels: int) -> dict[str, Any]:
     state: dict[str, Any] = {"bottom": 1}
     for _ in range(levels):
@@ -73,13 +64,17 @@ def nested(levels: int) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("state", [holding_itself(), nested(500), nested(20_000)])
-def test_nests_without_end(tmp_path: Path, state: dict[str, Any]) -> None:
+HOLDING_ITSELF: dict[str, Any] = {}
+HOLDING_ITSELF["self"] = HOLDING_ITSELF
+
+
+def test_nests_without_end(tmp_path: Path) -> None:
     dc.save({"step": 1}, tmp_path / "c")
-    with pytest.raises(dc.InvalidShardingError, match="nested too deeply") as raised:
-        dc.save({"state": state}, tmp_path / "new")
-    assert "Traceback" not in str(raised.value)
-    assert not (tmp_path / "new" / "metadata.json").exists()
+    for state in (HOLDING_ITSELF, nested(500), nested(20_000)):
+        with pytest.raises(dc.InvalidShardingError, match="nested too deeply") as raised:
+            dc.save({"state": state}, tmp_path / "new")
+        assert "Traceback" not in str(raised.value)
+        assert not (tmp_path / "new" / "metadata.json").exists()
     assert dc.load({}, tmp_path / "c") == {"step": 1}
 
 
@@ -96,12 +91,21 @@ def test_a_file_in_the_way(tmp_path: Path, below: str) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_manager_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_and_an_open_checkpoint_stay_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
-    manager = dc.CheckpointManager("run")
+    values = torch.arange(6.0)
+    dc.save({"w": shard("w", values), "step": 1}, "c")
+    opened, manager = dc.Checkpoint.open("c"), dc.CheckpointManager("run")
     manager.save(1, {"step": 1})
     monkeypatch.chdir("other")
+    assert torch.equal(opened["w"][:], values)
+    assert opened.common == {"step": 1}
+    assert str(opened.path) == "c"
+    with pytest.raises(KeyError, match="holds no tensor 0"):
+        opened[0]  # type: ignore[index]
     manager.async_save(2, {"step": 2}).result()
     manager.save(3, {"step": 3})
     assert manager.load({}) == {"step": 3}
@@ -109,22 +113,6 @@ def test_a_manager_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not os.listdir(tmp_path / "other")  # noqa: PTH208
     steps = sorted(folder.name for folder in (tmp_path / "run").glob("step-*"))
     assert steps == ["step-00000001", "step-00000002", "step-00000003"]
-
-
-def test_an_open_checkpoint_stays_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    values = torch.arange(6.0)
-    dc.save({"w": dc.ShardedTensor.from_rank_offsets("w", values), "step": 1}, "c")
-    opened = dc.Checkpoint.open("c")
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir("other")
-    assert torch.equal(opened["w"][:], values)
-    assert opened.common == {"step": 1}
-    assert str(opened.path) == "c"
-    with pytest.raises(KeyError, match="holds no tensor 0"):
-        opened[0]  # type: ignore[index]
 
 
 def test_a_full_disk_is_noticed_before_the_save(tmp_path: Path) -> None:
@@ -192,6 +180,7 @@ def test_a_run_in_place_of_a_checkpoint(tmp_path: Path) -> None:
             attempt({}, tmp_path / "run")
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 @pytest.mark.parametrize(
     ("overlapping", "strategy"),
     [
@@ -203,18 +192,11 @@ def test_a_run_in_place_of_a_checkpoint(tmp_path: Path) -> None:
 def test_a_tensor_to_fill_that_overlaps_itself(
     tmp_path: Path, overlapping: torch.Tensor, strategy: Any
 ) -> None:
+    """Also where DCP fills it."""
     values = torch.arange(12.0).reshape(3, 4)
-    dc.save({"w": dc.ShardedTensor.from_rank_offsets("w", values)}, tmp_path / "c", strategy)
+    dc.save({"w": shard("w", values)}, tmp_path / "c", strategy)
     with pytest.raises(dc.StateMismatchError, match="share memory"):
-        dc.load({"w": dc.ShardedTensor.from_rank_offsets("w", overlapping)}, tmp_path / "c")
-    assert not overlapping.any()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-def test_a_tensor_that_dcp_fills_overlaps_itself(tmp_path: Path) -> None:
-    values = torch.arange(12.0).reshape(3, 4)
-    dcp_save({"w": values}, storage_writer=DCPWriter(tmp_path / "c"))
-    overlapping = torch.zeros(1, 4).expand(3, 4)
+        dc.load({"w": shard("w", overlapping)}, tmp_path / "c")
     with pytest.raises((CheckpointException, dc.StateMismatchError), match="share memory"):
         dcp_load({"w": overlapping}, storage_reader=DCPReader(tmp_path / "c"))
     assert not overlapping.any()

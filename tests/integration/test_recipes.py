@@ -33,7 +33,6 @@ from dist_checkpointing.planning import (
     Transpose,
     Unstack,
     WriteItem,
-    derive,
 )
 from dist_checkpointing.serialization import preview_recipe
 from dist_checkpointing.strategies import (
@@ -66,30 +65,27 @@ def ckpt(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
-def test_a_cast_converts_once_and_is_no_mismatch(ckpt: Path) -> None:
-    recipe = dc.Recipe(CastTo("emb|layers.*", "bfloat16"))
-    template = blanks({"emb": torch.empty(5, 2, dtype=torch.bfloat16)})
-    found = load(template, ckpt, recipe=recipe)
-    assert torch.equal(found["emb"], numbered(5, 2).bfloat16())
-    with pytest.raises(dc.StateMismatchError, match="dtype differs"):
-        load(template, ckpt, recipe=dc.Recipe(Drop("layers.0.a")))
-
-
 def test_what_is_missing_is_zero_kept_or_an_error(ckpt: Path) -> None:
     recipe = dc.Recipe(Missing("new.zero.{x}"), Missing("new.{x*}", fill="template"))
     template = wholes({"new.zero.w": torch.ones(2, 2), "new.w": torch.ones(2, 2)})
     template["rng"] = dc.ShardedObject("new.rng", {"seed": 5}, (1,), (0,))
+    made = str(preview_recipe(recipe, ckpt, template))
+    assert "rule 2: missing 'new.{x*}', fill='template': 2 matched" in made
+    assert "object new.rng <- template" in made
     found = load(template, ckpt, recipe=recipe, strict="raise_unexpected")
     assert found["new.zero.w"].eq(0).all()
     assert found["new.w"].eq(1).all()
-    assert found["rng"] == {"seed": 5}
-    assert found["step"] == 7
+    assert (found["rng"], found["step"]) == ({"seed": 5}, 7)
     refusing = dc.Recipe(Missing("new.zero.{x}", fill="error"), *recipe.rules)
-    with pytest.raises(dc.StateMismatchError, match=r"'new.zero.w': not in the checkpoint"):
-        load(template, ckpt, recipe=refusing)
-    template["new.w"].data = None
-    with pytest.raises(dc.StateMismatchError, match=r"'new.w': the template has no values to keep"):
-        load(template, ckpt, recipe=recipe)
+    for wrong, said in (
+        (refusing, "'new.zero.w': not in the checkpoint"),
+        (dc.Recipe(Missing("new.{x*}")), "'new.rng': not in .*fill='template'"),
+        (recipe, "'new.w': the template has no values to keep"),
+    ):
+        template["new.w"].data = None if wrong is recipe else torch.ones(2, 2)
+        with pytest.raises(dc.StateMismatchError, match=said) as caught:
+            load(template, ckpt, recipe=wrong)
+        assert wrong is refusing or "nothing matches" not in str(caught.value)
 
 
 def test_objects_follow_names(ckpt: Path) -> None:
@@ -152,18 +148,12 @@ def test_errors_name_the_rule(ckpt: Path, rules: list[Rule], said: str) -> None:
     assert f"rule {1 + len(rules)} of the recipe does not fit: {rules[-1]}" in str(caught.value)
 
 
-def test_a_template_that_does_not_fit_is_told_of_idle_rules(ckpt: Path) -> None:
-    with pytest.raises(dc.StateMismatchError) as caught:
-        load(blanks({"wte": torch.empty(5, 2)}), ckpt, recipe=dc.Recipe(Rename("enb", to="wte")))
-    assert "'wte': not in the checkpoint" in str(caught.value)
-    assert "nothing matches rule 1 (rename 'enb', to='wte')" in str(caught.value)
-
-
 def test_what_is_not_there_is_explained(ckpt: Path) -> None:
-    recipe = dc.Recipe(Rename("layers.{i}.{x}", to="blocks.{i}.{x}"), Drop("emb"))
+    rules = [Rename("layers.{i}.{x}", to="blocks.{i}.{x}"), Drop("emb"), Rename("enb", to="wte")]
     template = {name: torch.empty(2, 3) for name in ("block.1.a", "layers.1.a", "emb", "new")}
     with pytest.raises(dc.StateMismatchError) as caught:
-        load(blanks(template), ckpt, recipe=recipe)
+        load(blanks(template), ckpt, recipe=dc.Recipe(*rules))
+    assert "nothing matches rule 3 (rename 'enb', to='wte')" in str(caught.value)
     said = {finding.key: str(finding) for finding in caught.value.findings}
     assert "did you mean 'blocks.1.a'" in said["block.1.a"]
     explained = "Stored is 'layers.1.a', of which the recipe makes 'blocks.1.a'."
@@ -199,20 +189,6 @@ def test_the_dry_run_says_what_is_lost(ckpt: Path) -> None:
     assert dropped.as_json()["objects_left_out"] == ["layers.0.rng"]
     # Upcasting loses nothing.
     assert "rounded" not in str(preview_recipe(dc.Recipe(CastTo("emb", "float64")), ckpt))
-
-
-def test_an_object_of_the_template_is_kept_and_counted(ckpt: Path) -> None:
-    recipe = dc.Recipe(Missing("new.{x}", fill="template"))
-    template: dict[str, Any] = {"o": dc.ShardedObject("new.rng", {"seed": 5}, (1,), (0,))}
-    made = preview_recipe(recipe, ckpt, template)
-    assert "rule 1: missing 'new.{x}', fill='template': 1 matched" in str(made)
-    assert "object new.rng <- template" in str(made)
-    assert load(template, ckpt, recipe=recipe, strict="raise_unexpected")["o"] == {"seed": 5}
-    with pytest.raises(
-        dc.StateMismatchError, match=r"'new.rng': not in .*fill='template'"
-    ) as caught:
-        load(template, ckpt, recipe=dc.Recipe(Missing("new.{x}")))
-    assert "nothing matches" not in str(caught.value)
 
 
 RECIPES: list[list[Rule]] = [
@@ -252,7 +228,7 @@ def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
 
     def made(*names: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2) for name in names})
-        groups = [{"params": list(own.parameters())} for own in model.values()]
+        groups = [{"params": [*own.parameters()]} for own in model.values()]
         return model, torch.optim.AdamW(groups, lr=0.5)
 
     model, optimizer = made("a", "b")
@@ -263,9 +239,10 @@ def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
     optimizer.step()
     dc.save(TorchState(model, optimizer, step=3), tmp_path / "c")
     # Both change places, and one gets another name on the way.
+    names = r"(model|optimizer\.state)"
     recipe = dc.Recipe(
-        Rename(r"(model|optimizer\.state)\.a\.{x*}", to=r"\1.other.{x}"),
-        Rename(r"(model|optimizer\.state)\.b\.{x*}", to=r"\1.a.{x}"),
+        Rename(names + r"\.a\.{x*}", to=r"\1.other.{x}"),
+        Rename(names + r"\.b\.{x*}", to=r"\1.a.{x}"),
     )
     other, its_optimizer = made("other", "a")
     load(TorchState(other, its_optimizer), tmp_path / "c", recipe=recipe)
@@ -278,35 +255,31 @@ def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_a_torch_state_with_more_rows(tmp_path: Path, *, has_stepped: bool) -> None:
-    def made(rows: int) -> tuple[torch.nn.Embedding, torch.optim.Optimizer]:
+    def made(rows: int, *, has_stepped: bool) -> tuple[torch.nn.Embedding, torch.optim.Adam]:
         model = torch.nn.Embedding(rows, 2)
-        return model, torch.optim.Adam(model.parameters())
+        optimizer = torch.optim.Adam(model.parameters())
+        if has_stepped:
+            model(torch.tensor([1, 5])).sum().backward()
+            optimizer.step()
+        return model, optimizer
 
-    def step(model: torch.nn.Embedding, optimizer: torch.optim.Optimizer) -> None:
-        model(torch.tensor([1, 5])).sum().backward()
-        optimizer.step()
-
-    model, optimizer = made(6)
-    step(model, optimizer)
+    model, optimizer = made(6, has_stepped=True)
     dc.save(TorchState(model, optimizer), tmp_path / "c")
-    padded, its_optimizer = made(8)
-    if has_stepped:
-        step(padded, its_optimizer)
-    state = TorchState(padded, its_optimizer)
+    padded, its_optimizer = made(8, has_stepped=has_stepped)
     moments = Resize(r"optimizer\.state\.weight\.exp_avg(_sq)?")
-    load(state, tmp_path / "c", recipe=dc.Recipe(Resize("model.weight"), moments))
-    for own, other in (
-        (model.weight, padded.weight),
-        *(
-            (optimizer.state[model.weight][name], its_optimizer.state[padded.weight][name])
-            for name in ("exp_avg", "exp_avg_sq")
-        ),
-    ):
-        assert torch.equal(torch.cat([own, torch.zeros(2, 2)]), other)
-    step(padded, its_optimizer)
+    recipe = dc.Recipe(Resize("model.weight"), moments)
+    load(TorchState(padded, its_optimizer), tmp_path / "c", recipe=recipe)
+    zeros, state = torch.zeros(2, 2), its_optimizer.state[padded.weight]
+    assert torch.equal(torch.cat([model.weight, zeros]), padded.weight)
+    for name in ("exp_avg", "exp_avg_sq"):
+        own = optimizer.state[model.weight][name]
+        assert torch.equal(torch.cat([own, zeros]), state[name])
+    padded(torch.tensor([1, 7])).sum().backward()
+    its_optimizer.step()
     # A rule that forgets the moments is told so, and not by the next step.
+    forgetful = dc.Recipe(Resize("model.weight"))
     with pytest.raises(dc.StateMismatchError, match=r"exp_avg': global shape differs"):
-        load(TorchState(*made(8)), tmp_path / "c", recipe=dc.Recipe(Resize("model.weight")))
+        load(TorchState(*made(8, has_stepped=False)), tmp_path / "c", recipe=forgetful)
 
 
 @pytest.mark.parametrize(
@@ -376,21 +349,17 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
         ('[{"rname": "a", "to": "b"}]', "did you mean 'rename'?"),
         ('[{"rename": "a", "into": "b"}]', "rename takes to, not 'into'; did you mean 'to'?"),
         ('[{"rename": "a"}]', "rename needs 'to'"),
-        (
-            '[{"resize": "a", "sizes": 3}]',
-            "resize takes axis, size, fill, not 'sizes'; did you mean",
-        ),
+        ('[{"resize": "a", "sizes": 3}]', "takes axis, size, fill, not 'sizes'; did you mean"),
         ('[{"rename": "a", "to": "b", "drop": "c"}]', "one object is one rule, not 'rename' and"),
         ('[{"rename": "a", "to": "b", "rename": "c", "to": "d"}]', "'rename' is there 2 times"),
         ('[{"split": "a", "into": "b"}]', "into must be a list, not 'b'"),
         ('[{"split": "a", "into": ["b"], "sizes": 1}]', "sizes must be a list, not 1"),
-        ('[{"split": "a", "into": {"b": 1}}]', "into must be a list, not {'b': 1}"),
         ('[{"transpose": "a", "axes": 1}]', "axes must be a list, not 1"),
         ('[{"resize": "a", "axis": "0"}]', "axis must be a whole number, not '0'"),
         ('[{"concat": ["a", "b"], "into": "c", "axis": null}]', "axis must be a whole number"),
         ('[{"drop": 3}]', "the patterns must be a list, not 3"),
         ('[{"keep": []}]', "it keeps nothing"),
-        ('[{"use": "gpt2"}]', "'gpt2' is not one of llama_to_megatron"),
+        ('[{"use": "lama_to_megatron"}]', "is not one of llama_to_megatron"),
         ('[{"use": "lama_to_megatron"}]', "did you mean 'llama_to_megatron' or"),
         ('[{"use": ["llama_to_megatron"]}]', "['llama_to_megatron'] is not one of"),
         ('[{"use": "llama_to_megatron"}]', "llama_to_megatron needs 'num_query_groups'"),
@@ -398,11 +367,12 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "r.json").write_text(text)
+    path = tmp_path / "r.json"
+    path.write_text(text)
     with pytest.raises(dc.CheckpointingException, match="the recipe cannot be read") as caught:
-        dc.Recipe.read(tmp_path / "r.json")
+        dc.Recipe.read(path)
     assert said in str(caught.value)
-    assert str(tmp_path / "r.json") in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 def test_a_mapping_of_yaml_with_bad_keys_is_refused(tmp_path: Path) -> None:
@@ -420,43 +390,26 @@ def test_a_mapping_of_yaml_with_bad_keys_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given_recipe", [[Drop("a")], Drop("a"), "rules.json"])
 def test_what_is_no_recipe_is_refused(ckpt: Path, tmp_path: Path, given_recipe: Any) -> None:
-    with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
-        load({}, ckpt, recipe=given_recipe)
-    with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
-        convert.convert(ckpt, tmp_path / "out", recipe=given_recipe)
-    with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
-        preview_recipe(given_recipe, ckpt)
+    for use in (
+        lambda: load({}, ckpt, recipe=given_recipe),
+        lambda: convert.convert(ckpt, tmp_path / "out", recipe=given_recipe),
+        lambda: preview_recipe(given_recipe, ckpt),
+    ):
+        with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
+            use()
 
 
 def test_a_strategy_without_a_reader_takes_recipes(ckpt: Path) -> None:
     class Plain(LoadShardedStrategy):
-        def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-            return TensorStoreLoadShardedStrategy().load(sharded_state_dict, checkpoint_dir)
+        """One of a third party, which does not say that it has a reader."""
 
-        def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
-            return TensorStoreLoadShardedStrategy().load_tensors_metadata(checkpoint_dir)
-
-        def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
-            return TensorStoreLoadShardedStrategy().load_sharded_metadata(checkpoint_dir)
-
-        def check_backend_compatibility(self, loaded_backend: str) -> None:
-            assert loaded_backend == "tensorstore"
-
-        def check_version_compatibility(self, loaded_version: int) -> None:
-            assert loaded_version == 1
-
+    own = TensorStoreLoadShardedStrategy()
+    inner = {name: getattr(own, name) for name in LoadShardedStrategy.__abstractmethods__}
+    plain: Any = type("Plain", (Plain,), {k: staticmethod(call) for k, call in inner.items()})()
     recipe = dc.Recipe(Rename("emb", to="wte"), Stack("layers.{i}.{x}", into="all.{x}"))
-    loaded, expected = (
-        load(
-            blanks({"wte": torch.empty(5, 2), "all.a": torch.empty(3, 2, 3)}),
-            ckpt,
-            strategy,
-            recipe=recipe,
-        )
-        for strategy in (Plain(), None)
-    )
-    assert torch.equal(loaded["wte"], expected["wte"])
-    assert torch.equal(loaded["all.a"], expected["all.a"])
+    template = {"wte": torch.empty(5, 2), "all.a": torch.empty(3, 2, 3)}
+    loaded, expected = (load(blanks(template), ckpt, by, recipe=recipe) for by in (plain, None))
+    assert all(torch.equal(loaded[key], expected[key]) for key in template)
 
 
 @pytest.mark.parametrize(
@@ -464,7 +417,6 @@ def test_a_strategy_without_a_reader_takes_recipes(ckpt: Path) -> None:
     [
         ("tensorstore", Transpose("w"), (8, 8)),
         ("zarr", Concat(["w", "v"], into="w"), (16, 8)),
-        ("tensorstore", Resize("w", size=16), (16, 8)),
         ("zarr", Resize("w", size=4), (4, 8)),
         ("tensorstore", CastTo("w", "float64"), (8, 8)),
     ],
@@ -482,7 +434,7 @@ def test_damage_is_found_through_a_rule(
         load(template, tmp_path / "c", recipe=recipe, verify=True)
     with pytest.raises(dc.CorruptCheckpointError, match="not what was saved"):
         convert.convert(tmp_path / "c", tmp_path / "out", recipe=recipe)
-    if shape == (4, 8) or dtype == torch.float64:
+    if isinstance(rule, Resize | CastTo):
         load(template, tmp_path / "c", recipe=recipe, verify="restored")
         assert "1 tensors are not compared with what was saved" in caplog.text
     else:
@@ -490,7 +442,7 @@ def test_damage_is_found_through_a_rule(
             load(template, tmp_path / "c", recipe=recipe, verify="restored")
 
 
-def test_a_save_takes_a_recipe(tmp_path: Path) -> None:
+def test_a_save_behind_a_training_takes_a_recipe(tmp_path: Path) -> None:
     state = {
         **wholes({"a": numbered(4, 3), "b": numbered(2)}),
         "rng": dc.ShardedObject("a.rng", 7, (1,), (0,)),
@@ -499,16 +451,13 @@ def test_a_save_takes_a_recipe(tmp_path: Path) -> None:
     }
     rules = [Rename("a", to="w"), Rename("a.rng", to="seed"), CastTo("w", "bfloat16"), Drop("b")]
     recipe = dc.Recipe(*rules, Resize("w", size=5))
-    dc.save(state, tmp_path / "now", recipe=recipe)
-    request = dc.async_save(state, tmp_path / "later", recipe=recipe)
-    request.wait()
+    dc.async_save(state, tmp_path, recipe=recipe).wait()
     expected = torch.cat([numbered(4, 3), torch.zeros(1, 3)]).bfloat16()
-    for name in ("now", "later"):
-        opened = dc.Checkpoint.open(tmp_path / name)
-        assert [*opened] == ["w"]
-        assert torch.equal(opened["w"][:], expected)
-        assert [*opened.objects] == ["seed"]
-        assert opened.common == {"0": {"step": 3}}
+    opened = dc.Checkpoint.open(tmp_path)
+    assert [*opened] == ["w"]
+    assert torch.equal(opened["w"][:], expected)
+    assert [*opened.objects] == ["seed"]
+    assert opened.common == {"0": {"step": 3}}
     assert state["a"].key == "a"
     assert state["a"].data.dtype == torch.float32
 
@@ -524,32 +473,24 @@ class OneItem(SavePlanner):
     """Plans and answers for one tensor, whatever the library does for it elsewhere."""
 
     def configure_planner(self, state_dict: Any, *_: Any, **options: Any) -> None:
-        self._inner = DefaultSavePlanner()
-        self._inner.configure_planner(state_dict, **options)
+        inner = DefaultSavePlanner()
+        inner.configure_planner(state_dict, **options)
         (self._leaf,) = state_dict.values()
-
-    def build_local_plan(self) -> Any:
-        return self._inner.build_local_plan()
-
-    def build_global_plan(self, all_plans: Any) -> Any:
-        return self._inner.build_global_plan(all_plans)
-
-    def finalize_plan(self, plan: Any) -> Any:
-        return self._inner.finalize_plan(plan)
+        for name in ("build_local_plan", "build_global_plan", "finalize_plan"):
+            setattr(self, name, getattr(inner, name))
 
     def get_data(self, item: WriteItem) -> Any:
         assert item.tensor_data is not None
         return self._leaf.data[item.tensor_data.chunk.slices()]
 
+    build_local_plan = build_global_plan = finalize_plan = None  # type: ignore[assignment]
 
-@pytest.mark.parametrize("planner", [None, Doubled, OneItem])
-@pytest.mark.parametrize(
-    "backend",
-    [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1), ("safetensors", 1)],
-)
-def test_whoever_writes_casts(tmp_path: Path, backend: Any, planner: Any) -> None:
-    strategy: Any = get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)
-    made = type(strategy)(planner=planner and planner())
+
+@pytest.mark.parametrize("planner", [Doubled, OneItem])
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist", "safetensors"])
+def test_whoever_writes_casts(tmp_path: Path, backend: str, planner: Any) -> None:
+    strategy: Any = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, 1)
+    made = type(strategy)(planner=planner())
     state = wholes({"w": numbered(40, 30) / 7})
     factor = 2 if planner is Doubled else 1
     for dtype in (torch.bfloat16, torch.float64):
@@ -569,6 +510,7 @@ def test_whoever_writes_casts(tmp_path: Path, backend: Any, planner: Any) -> Non
         ([Rename("a", to="a.rng")], "a tensor and a sharded object would have this name"),
         ([Dequantize()], "values are made of codes.*Dequantize on load"),
         ("rename a b", "recipe must be a Recipe"),
+        ([Rename("a", to="d")], r"float32\[4, 3\].*rank 1"),
     ],
 )
 def test_a_recipe_that_does_not_fit_a_save(tmp_path: Path, rules: Any, said: str) -> None:
@@ -576,6 +518,8 @@ def test_a_recipe_that_does_not_fit_a_save(tmp_path: Path, rules: Any, said: str
 
     def save_rank(comm: Comm) -> None:
         state: dict[str, Any] = {key: rows(key, numbered(4, 3), comm) for key in "ab"}
+        if "rank 1" in said:  # holds a part of another tensor
+            state["a"] = rows("a", numbered(4 + 2 * comm.rank, 3), comm)
         state["f"] = rows("f", numbered(4, 2).to(torch.float8_e4m3fn), comm)
         state["s"] = shard("f_scale_inv", torch.ones(1, 1), replica_id=comm.rank)
         state["rng"] = dc.ShardedObject("a.rng", 7, (2,), (comm.rank,))
@@ -598,16 +542,6 @@ def test_a_rank_of_which_nothing_is_left(tmp_path: Path) -> None:
     assert dc.Checkpoint.open(tmp_path / "ckpt").common == {"step": 3}
 
 
-def test_ranks_with_other_tensors_are_named(tmp_path: Path) -> None:
-    def save_rank(comm: Comm) -> None:
-        state = {"a": rows("a", numbered(4 + 2 * comm.rank, 3), comm)}
-        dc.save(state, tmp_path / "ckpt", comm=comm, recipe=dc.Recipe(Rename("a", to="b")))
-
-    for error in failures_on(2, save_rank):
-        assert "float32[4, 3]" in str(error)
-        assert "rank 1" in str(error)
-
-
 def test_one_stored_tensor_in_two_places(tmp_path: Path) -> None:
     """A bfloat16 weight and its float32 master, or tied embeddings."""
     weight = numbered(4, 3).bfloat16()
@@ -620,19 +554,7 @@ def test_one_stored_tensor_in_two_places(tmp_path: Path) -> None:
     assert torch.equal(found["master"], weight.T.float())
 
 
-def test_a_tensor_without_elements_is_as_stored(tmp_path: Path) -> None:
-    dc.save(wholes({"none": torch.zeros(0, 3), "cast": torch.zeros(0)}), tmp_path / "c")
-    made = preview_recipe(dc.Recipe(CastTo("cast", "float64")), tmp_path / "c")
+def test_what_no_rule_changes_is_as_stored(tmp_path: Path) -> None:
+    dc.save(wholes(dict.fromkeys(["none", "cast", "gone"], torch.zeros(0))), tmp_path / "c")
+    made = preview_recipe(dc.Recipe(CastTo("cast", "float64"), Drop("gone")), tmp_path / "c")
     assert made.changed == ["cast"]
-
-
-def test_deriving_does_not_grow_with_what_no_rule_matches() -> None:
-    from dist_checkpointing.format import Index, StoredTensor, dtypes
-
-    index = Index.of(
-        StoredTensor.undivided(f"t{n}", dtypes.from_name("float32"), (4,)) for n in range(50)
-    )
-    made = derive(dc.Recipe(Drop("t7")), index)
-    assert len(made.tensors) == 49
-    assert made.left_out == ["t7"]
-    assert made.changed == []

@@ -22,7 +22,7 @@ from stores import copied_up, damage, data_names, new_url, put
 convert = conversions.convert
 
 
-@pytest.mark.parametrize("to", ["tensorstore", "zarr:2", "torch_dist", "safetensors"])
+@pytest.mark.parametrize("to", ["tensorstore", "torch_dist", "safetensors"])
 def test_a_checkpoint_is_converted_out_of_a_store(
     samples: Samples, to: str, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dist_checkpointing.storage import Progress, ReadMode, StorageOptions
 from dist_checkpointing.strategies import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
+    Zarr3SaveShardedStrategy,
 )
 from dist_checkpointing.testing import random_bits
 from scripts import run_forked
@@ -32,12 +34,8 @@ def values(seed: int, shape: tuple[int, ...] = LARGE) -> torch.Tensor:
 
 
 def save_state(folder: Path, strategy: Any = None) -> dict[str, torch.Tensor]:
-    full = {
-        "model.w": values(0),
-        "model.b": values(1, (64,)),
-        "optimizer.m": values(2),
-        "optimizer.v": values(3, (64,)),
-    }
+    sizes = {"model.w": LARGE, "model.b": (64,), "optimizer.m": LARGE, "optimizer.v": (64,)}
+    full = {key: values(seed, shape) for seed, (key, shape) in enumerate(sizes.items())}
 
     def state(comm: Comm) -> dict[str, Any]:
         leaves = {key: rows(key, tensor, comm) for key, tensor in full.items()}
@@ -72,22 +70,6 @@ def test_few_files_whatever_the_number_of_tensors(tmp_path: Path) -> None:
     assert len(dc.load_tensors_metadata(tmp_path)) == 1000
 
 
-def test_dropping_the_optimizer_frees_its_space(tmp_path: Path) -> None:
-    full = save_state(tmp_path)
-
-    def used() -> int:
-        return sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-
-    before = used()
-    dc.remove_sharded_tensors(tmp_path, "optimizer")
-    # The tree of keys is written anew, and keeps its old nodes.
-    assert before - used() > 0.999 * full["optimizer.m"].nbytes
-    left = dc.load_plain_tensors(tmp_path)
-    assert {"model.w", "model.b"} <= set(left)
-    assert not any(key.startswith("optimizer") for key in left)
-    assert torch.equal(left["model.w"], full["model.w"])
-
-
 @pytest.mark.parametrize("mode", [ReadMode.MEMMAP, ReadMode.PREAD])
 def test_lost_data_is_an_error_and_never_zeros(tmp_path: Path, mode: ReadMode) -> None:
     save_state(tmp_path)
@@ -112,6 +94,16 @@ def test_all_shards_of_a_tensor_are_verified(tmp_path: Path) -> None:
     dc.load({"w": parts[:2]}, tmp_path, verify=True)
     with pytest.raises(dc.CorruptCheckpointError, match="checksum differs"):
         dc.load({"w": [parts[0], parts[2]]}, tmp_path, verify=True)
+
+
+@pytest.mark.parametrize("codec", [None, "zstd", "gzip", "blosc"])
+def test_a_lost_chunk_of_zarr_is_named_and_never_zeros(tmp_path: Path, codec: Any) -> None:
+    dc.save({"w": shard("w", torch.ones(4))}, tmp_path, Zarr3SaveShardedStrategy(codec=codec))
+    (tmp_path / "w" / "c.0").unlink()
+    with pytest.raises(dc.CorruptCheckpointError) as caught:
+        dc.load({"w": shard("w", torch.zeros(4))}, tmp_path, "tensorstore")
+    (finding,) = caught.value.findings
+    assert (finding.key, finding.path) == ("w", str(tmp_path / "w" / "c.0"))
 
 
 class Hostile:
@@ -178,18 +170,24 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
 
 
 def test_small_buffers_and_data_files_change_nothing_but_the_files(tmp_path: Path) -> None:
-    options = StorageOptions(threads=1, buffer_bytes=1, data_file_bytes=1 << 20)
-    full = save_state(tmp_path / "a", TensorStoreSaveShardedStrategy(options=options))
-    save_state(tmp_path / "b")
-    assert len(data_files(tmp_path / "a")) > len(data_files(tmp_path / "b"))
-    strategy = TensorStoreLoadShardedStrategy(options=options)
+    """A file a rank and data group, whatever the number of threads; no folders of their own."""
+    many, few = StorageOptions(threads=8), StorageOptions(threads=1, buffer_bytes=1)
+    small = replace(few, data_file_bytes=1 << 20)
+    save_state(tmp_path / "b", TensorStoreSaveShardedStrategy(options=many))
+    names = [p.relative_to(tmp_path / "b" / "data").as_posix() for p in data_files(tmp_path / "b")]
+    found = sorted((name.split("/")[0], name.split("/")[1].split(".")[0]) for name in names)
+    assert found == [(group, str(rank)) for group in ("model", "optimizer") for rank in range(2)]
+    assert len(list((tmp_path / "b" / "d").iterdir())) == 1
+    full = save_state(tmp_path / "a", TensorStoreSaveShardedStrategy(options=small))
+    assert len(data_files(tmp_path / "a")) > len(names)
+    strategy = TensorStoreLoadShardedStrategy(options=small)
     template: Any = dc.load_tensors_metadata(tmp_path / "a")
     result = dc.load(template, tmp_path / "a", strategy)
     assert all(torch.equal(result[key], tensor) for key, tensor in full.items())
 
 
 def test_impossible_options_are_refused() -> None:
-    with pytest.raises(Exception, match="threads must be at least 1"):
+    with pytest.raises(dc.CheckpointingException, match="threads must be at least 1"):
         StorageOptions(threads=0)
 
 
@@ -219,12 +217,12 @@ def test_who_reads_what_is_overwritten_gets_one_whole_state_or_an_error(tmp_path
 
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read)
-        for step in range(1, 9):
+        for step in range(1, 6):
             dc.save(step_state(step), tmp_path, overwrite=True)
         stop.set()
         reading.result()
     assert sorted(seen) == seen
-    assert (dc.load_plain_tensors(tmp_path)["w"] == 8).all()
+    assert (dc.load_plain_tensors(tmp_path)["w"] == 5).all()
 
 
 def test_what_tensorstore_writes_into_a_checkpoint_is_read(tmp_path: Path) -> None:
@@ -246,12 +244,3 @@ def test_what_tensorstore_writes_into_a_checkpoint_is_read(tmp_path: Path) -> No
     dc.remove_sharded_tensors(tmp_path, "model")
     for key in ("optimizer.m", "optimizer.v"):
         assert torch.equal(dc.load_plain_tensors(tmp_path)[key], full[key])
-
-
-def test_one_file_a_rank_and_data_group(tmp_path: Path) -> None:
-    """Small values or large ones, and whatever the number of threads; no folders of their own."""
-    save_state(tmp_path, TensorStoreSaveShardedStrategy(options=StorageOptions(threads=8)))
-    names = [path.relative_to(tmp_path / "data").as_posix() for path in data_files(tmp_path)]
-    found = sorted((name.split("/")[0], name.split("/")[1].split(".")[0]) for name in names)
-    assert found == [(group, str(rank)) for group in ("model", "optimizer") for rank in range(2)]
-    assert len(list((tmp_path / "d").iterdir())) == 1

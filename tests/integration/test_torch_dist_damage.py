@@ -3,7 +3,6 @@
 import io
 import os
 import pickle
-import random
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -19,10 +18,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing import failures_on
+from hostile_pickles import archive
 from states import cell, flat, rows, save_on, shard
 
 BACKEND = ("torch_dist", 1)
-DOCUMENTED = (dc.CorruptCheckpointError, dc.UnsupportedFormatError, dc.StateMismatchError)
 FULL = {
     "rows": torch.arange(1.0, 41.0).reshape(10, 4),
     "bits": torch.arange(1, 65).bfloat16(),
@@ -103,25 +102,18 @@ class _Runs:
         return os.system, (self._command,)
 
 
-@pytest.mark.parametrize("place", ["planner_data", "storage_meta", "mcore_data", "version"])
-def test_a_foreign_class_is_named_and_nothing_runs(
-    damaged: Path, tmp_path: Path, place: str
-) -> None:
-    trace = tmp_path / "trace"
-    rewrite(damaged, lambda content: setattr(content, place, {"x": _Runs(f"touch {trace}")}))
-    for trusted in (False, True):
-        with pytest.raises(dc.UnsupportedFormatError, match="refused to unpickle") as caught:
-            dc.load(wanted(), damaged, trusted=trusted)
-        assert "posix.system" in str(caught.value)
-        assert str(damaged / ".metadata") in str(caught.value)
+def test_foreign_classes_are_named_and_nothing_runs(damaged: Path, tmp_path: Path) -> None:
+    trace, good = tmp_path / "trace", (damaged / ".metadata").read_bytes()
+    for place in ("planner_data", "storage_meta", "mcore_data", "version"):
+        (damaged / ".metadata").write_bytes(good)
+        things = {"x": _Runs(f"touch {trace}"), "y": [io.BytesIO, zipfile.ZipFile]}
+        rewrite(damaged, lambda content: setattr(content, place, things))  # noqa: B023
+        for trusted in (False, True):
+            with pytest.raises(dc.UnsupportedFormatError, match="refused to unpickle") as caught:
+                dc.load(wanted(), damaged, trusted=trusted)
+            for words in ("_io.BytesIO", "posix.system", "zipfile.ZipFile", damaged / ".metadata"):
+                assert str(words) in str(caught.value)
     assert not trace.exists()
-
-
-def test_all_foreign_classes_are_named(damaged: Path) -> None:
-    things = [io.BytesIO, zipfile.ZipFile, Path.home]
-    rewrite(damaged, lambda content: setattr(content, "planner_data", things))
-    with pytest.raises(dc.UnsupportedFormatError, match=r"_io\.BytesIO.*zipfile\.ZipFile"):
-        dc.load_plain_tensors(damaged)
 
 
 def test_a_pickle_cannot_change_a_class(damaged: Path) -> None:
@@ -137,31 +129,11 @@ def test_a_pickle_cannot_change_a_class(damaged: Path) -> None:
     assert dict(vars(dcp_metadata.Metadata)) == before
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", b"\x80\x04N.", pickle.dumps({"a": 1})])
-def test_metadata_that_is_none(damaged: Path, content: bytes) -> None:
-    (damaged / ".metadata").write_bytes(content)
-    with pytest.raises(dc.CorruptCheckpointError, match="metadata of the checkpoint"):
-        dc.load_plain_tensors(damaged)
-
-
-def test_metadata_that_was_cut_off_or_has_flipped_bits(damaged: Path) -> None:
-    path = damaged / ".metadata"
-    good = path.read_bytes()
-    for stop in range(0, len(good), max(1, len(good) // 60)):
-        path.write_bytes(good[:stop])
-        with pytest.raises(dc.CorruptCheckpointError):
-            dc.load(wanted(), damaged)
-    numbers = random.Random(1)
-    errors = 0
-    for _ in range(150):
-        content = bytearray(good)
-        content[numbers.randrange(len(good))] ^= 1 << numbers.randrange(8)
-        path.write_bytes(content)
-        try:
-            check_loads(damaged)
-        except DOCUMENTED:
-            errors += 1
-    assert errors > 50
+def test_metadata_that_is_none(damaged: Path) -> None:
+    for content in (b"", b"nonsense", b"\x80\x04N.", pickle.dumps({"a": 1})):
+        (damaged / ".metadata").write_bytes(content)
+        with pytest.raises(dc.CorruptCheckpointError, match="metadata of the checkpoint"):
+            dc.load_plain_tensors(damaged)
 
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "", "a/../../b"])
@@ -213,28 +185,24 @@ def test_metadata_that_contradicts_itself(damaged: Path, change: Callable[[Any],
 
 
 def test_a_dtype_and_an_encoding_that_are_not_read(damaged: Path) -> None:
-    def change(content: Any) -> None:
-        content.state_dict_metadata["bits"].properties.dtype = torch.quint8
+    def describe(dtype: torch.dtype, *encodings: str) -> None:
+        def change(content: Any) -> None:
+            content.state_dict_metadata["bits"].properties.dtype = dtype
+            index = dcp_metadata.MetadataIndex("bits", [0])
+            content.storage_data[index] = _StorageInfo("__0_0.distcp", 0, 9, [*encodings])
 
-    rewrite(damaged, change)
-    with pytest.raises(dc.UnsupportedFormatError, match="quint8"):
-        dc.load(wanted(), damaged)
+        rewrite(damaged, change)
 
-    def encode(content: Any) -> None:
-        content.state_dict_metadata["bits"].properties.dtype = torch.bfloat16
-        index = dcp_metadata.MetadataIndex("bits", [0])
-        content.storage_data[index] = _StorageInfo("__0_0.distcp", 0, 9, ["stream.zstd"])
-
-    rewrite(damaged, encode)
-    with pytest.raises(dc.UnsupportedFormatError, match=r"stream\.zstd"):
-        dc.load(wanted(), damaged)
+    for given, word in (
+        ((torch.quint8,), "quint8"),
+        ((torch.bfloat16, "stream.zstd"), "stream.zstd"),
+    ):
+        describe(*given)
+        with pytest.raises(dc.UnsupportedFormatError, match=word):
+            dc.load(wanted(), damaged)
 
 
 # .distcp
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.distcp"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -252,7 +220,7 @@ def test_files_are_missing(damaged: Path, ranks: int) -> None:
 
 
 def test_files_that_were_cut_off(damaged: Path) -> None:
-    path = files(damaged)[0]
+    path = damaged / "__0_0.distcp"
     good = path.read_bytes()
     for keep in (0, 1, 100, len(good) // 2, len(good) - 1):
         path.write_bytes(good[:keep])
@@ -260,29 +228,6 @@ def test_files_that_were_cut_off(damaged: Path) -> None:
             dc.load(wanted(), damaged)
         assert str(path) in str(caught.value)
         assert caught.value.findings[0].key in (*FULL, "object")
-
-
-def test_flipped_bits_are_errors_or_change_single_values(damaged: Path) -> None:
-    """In the frame of a record they are an error; in values only checksums notice them."""
-    path = files(damaged)[0]
-    good = path.read_bytes()
-    numbers = random.Random(2)
-    errors = 0
-    for _ in range(200):
-        content = bytearray(good)
-        content[numbers.randrange(len(good))] ^= 1 << numbers.randrange(8)
-        path.write_bytes(content)
-        try:
-            loaded = dc.load(wanted(), damaged)
-        except DOCUMENTED:
-            errors += 1
-            continue
-        different = [int((loaded[key] != full).sum()) for key, full in FULL.items()]
-        assert sum(different) <= 1
-        if sum(different):
-            with pytest.raises(dc.CorruptCheckpointError, match="checksum differs"):
-                dc.load(wanted(), damaged, verify=True)
-    assert errors > 20
 
 
 def put(folder: Path, key: str, record: bytes) -> None:
@@ -325,6 +270,7 @@ def compressed(record: bytes) -> bytes:
         (saved(["no tensor"]), "expected a plain tensor|description"),
         (saved(torch.ones(64).bfloat16().to_sparse()), "expected a plain tensor"),
         (compressed(saved(FULL["bits"])), "compressed"),
+        (archive(b"\x80\x04K\x01K\x02\x93."), "the name of a class is not a text"),
     ],
 )
 def test_records_of_something_else(damaged: Path, record: bytes, problem: str) -> None:
@@ -339,7 +285,10 @@ def test_a_parameter_is_a_tensor_too(damaged: Path) -> None:
     check_loads(damaged)
 
 
-@pytest.mark.parametrize("record", [saved({"a": [0]}), saved([]), b"nonsense"])
+NO_STORAGE = archive(b"\x80\x02(" + 4 * b"X\1\0\0\0x" + b"K\1tQ.")
+
+
+@pytest.mark.parametrize("record", [saved({"a": [0]}), saved([]), b"nonsense", NO_STORAGE])
 def test_objects_of_something_else(damaged: Path, record: bytes) -> None:
     put(damaged, "object/shard_0_2", record)
     with pytest.raises(dc.CorruptCheckpointError, match=r"other\.distcp"):

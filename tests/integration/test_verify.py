@@ -12,7 +12,7 @@ from damage import flip
 from dist_checkpointing.checkpoint import examine_checkpoint
 from dist_checkpointing.format import Index, Pieces, StoredTensor, read_index, write_index
 from samples import BACKENDS, Sample, Samples
-from states import shard
+from states import rows, save_on, shard
 
 
 def test_what_is_sound_is_sound(any_sample: Sample) -> None:
@@ -36,11 +36,7 @@ def test_the_work_can_be_shared(sample: Sample) -> None:
 def large(folder: Path, name: str) -> Path:
     """Tensors that lie outside of the nodes of a database, w1 of ones and so on, in two chunks."""
     full = {f"w{i}": torch.full((4, 500), float(i)) for i in range(5)}
-    rows = {
-        key: [shard(key, t.chunk(2)[i], (0, i, 2)) for i in range(2)] for key, t in full.items()
-    }
-
-    dc.save(rows, folder, BACKENDS[name]())
+    save_on(2, lambda c: {k: rows(k, t, c) for k, t in full.items()}, folder, BACKENDS[name]())
     return folder
 
 
@@ -81,59 +77,51 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_every_lost_or_cut_off_file_of_values_is_named(tmp_path: Path, name: str) -> None:
     folder = large(tmp_path / "c", name)
     places: dict[str, set[str]] = {}
-    for key, handle in dc.Checkpoint.open(folder).items():
+    opened = dc.Checkpoint.open(folder)
+    for key, handle in opened.items():
         for number in range(handle.num_chunks):
             path = handle.location(number).split(", ")[0]
             places.setdefault(path, set()).add(key)
-    for path, keys in sorted(places.items())[:4]:
+    for path, keys in sorted(places.items())[:2]:
         for damage, inflict in DAMAGES.items():
             content = Path(path).read_bytes()
             inflict(Path(path))
             found = examine_checkpoint(folder)
             Path(path).write_bytes(content)
             named = {finding.key for finding in found.findings}
-            if keys == set(dc.Checkpoint.open(folder)) and damage != "cut off":
-                assert named in ({None}, keys)
-            elif damage == "cut off":
-                assert named
-                assert named <= keys
-            else:
-                assert named == keys
+            if damage == "cut off":
+                assert set() < named <= keys
+            else:  # where all values are in one file, it may be named without a key
+                assert named == keys or (keys == {*opened} and named == {None})
             assert all(path in str(finding) for finding in found.findings)
     assert examine_checkpoint(folder).is_sound
 
 
-@pytest.mark.parametrize("name", ["mc0.12.0_zarr", "mc0.15.3_zarr"])
 def test_without_checksums_everything_is_read_all_the_same(
-    samples: Samples, tmp_path: Path, name: str
+    samples: Samples, tmp_path: Path
 ) -> None:
-    sample = samples(name).copied(tmp_path / "c")
+    sample = samples("mc0.12.0_zarr").copied(tmp_path / "c")
     (sample.folder / "fc.weight" / "0.1").unlink()
     (sample.folder / "ids" / "0").write_bytes(b"short")
     found = examine_checkpoint(sample.folder)
-    assert {finding.key for finding in found.findings} == {"fc.weight", "ids"}
-    assert {Path(str(f.path)).relative_to(sample.folder).as_posix() for f in found.findings} == {
-        "fc.weight/0.1",
-        "ids/0",
-    }
+    assert [(f.key, f.path) for f in sorted(found.findings, key=str)] == [
+        (key, str(sample.folder / key / chunk))
+        for key, chunk in (("fc.weight", "0.1"), ("ids", "0"))
+    ]
     with pytest.raises(dc.CorruptCheckpointError, match=r"fc\.weight"):
         dc.verify_checkpoint(sample.folder)
 
 
 @pytest.mark.parametrize("victim", ["common.pt", "rng/shard_1_2.pt"])
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_damaged_state_is_named(samples: Samples, tmp_path: Path, victim: str, damage: str) -> None:
+def test_damaged_state_is_named(samples: Samples, tmp_path: Path, victim: str) -> None:
     sample = samples("zarr-2").copied(tmp_path / "c")
     path = sample.folder / victim
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:100])
-    found = examine_checkpoint(sample.folder)
-    if (victim, damage) == ("rng/shard_1_2.pt", "gone"):
-        assert {f.key for f in found.findings} == {"rng/shard_1_2"}
-    assert any(str(path) in str(finding) for finding in found.findings)
-    assert found.num_tensors == len(sample.tensors)  # and the rest was read
+    for inflict in (DAMAGES["cut off"], DAMAGES["gone"]):
+        inflict(path)
+        found = examine_checkpoint(sample.folder)
+        assert any(str(path) in str(finding) for finding in found.findings)
+        assert found.num_tensors == len(sample.tensors)  # and the rest was read
+    assert {f.key for f in found.findings} >= {None if victim == "common.pt" else "rng/shard_1_2"}
 
 
 @pytest.mark.parametrize("name", ["tensorstore", "torch_dist"])
@@ -199,40 +187,41 @@ def test_a_tensor_whose_metadata_is_gone(samples: Samples, tmp_path: Path) -> No
     assert lost == {"decoder.weight", "flat"}
 
 
-@pytest.mark.parametrize("damage", [b"{", b"{}", None])
-def test_metadata_for_other_tools(samples: Samples, tmp_path: Path, damage: bytes | None) -> None:
+def test_metadata_for_other_tools(samples: Samples, tmp_path: Path) -> None:
     sample = samples("zarr-2").copied(tmp_path / "c")
     path = sample.folder / "zarr.json"
-    if damage is None:
-        path.unlink()
-    else:
-        path.write_bytes(damage)
-    (finding,) = examine_checkpoint(sample.folder).findings
-    assert finding.path == str(path)
-    assert "our own readers can" in finding.problem
+    for damage in (b"{", b"{}", None):
+        path.unlink() if damage is None else path.write_bytes(damage)
+        (finding,) = examine_checkpoint(sample.folder).findings
+        assert finding.path == str(path)
+        assert "our own readers can" in finding.problem
 
 
-def replace_in_index(index: Index, changed: StoredTensor, folder: Path) -> None:
-    (folder / ".dckpt/index.json").unlink()
-    write_index(Index.of([*({**index, changed.key: changed}).values()]), folder)
-
-
-def test_pieces_that_leave_a_gap_or_overlap(samples: Samples, tmp_path: Path) -> None:
-    sample = samples("zarr-2").copied(tmp_path / "c")
-    index = read_index(sample.folder)
+def replaced_in_index(
+    folder: Path, key: str, change: Callable[[StoredTensor], StoredTensor]
+) -> None:
+    index = read_index(folder)
     assert index is not None
-    whole = index["uneven"].pieces
-    assert whole is not None
-    lost = Pieces(whole.offsets[:1], whole.shapes[:1], whole.flat[:1])
-    twice = Pieces(whole.offsets[[0, 0, 1]], whole.shapes[[0, 0, 1]], whole.flat[[0, 0, 1]])
-    for pieces, words in ((lost, "no shard holds"), (twice, "2 shards hold")):
-        old = index["uneven"]
-        changed = StoredTensor("uneven", old.dtype, old.global_shape, None, pieces)
-        replace_in_index(index, changed, sample.folder)
-        found = examine_checkpoint(sample.folder)
-        problems = [f.problem for f in found.findings if f.key == "uneven"]
-        assert any("do not make it up once" in text and words in text for text in problems)
-        assert all(finding.ranks == () for finding in found.findings)
+    (folder / ".dckpt/index.json").unlink()
+    write_index(Index.of([*({**index, key: change(index[key])}).values()]), folder)
+
+
+@pytest.mark.parametrize(("kept", "words"), [([0], "no shard holds"), ([0, 0, 1], "2 shards hold")])
+def test_pieces_that_leave_a_gap_or_overlap(
+    samples: Samples, tmp_path: Path, kept: list[int], words: str
+) -> None:
+    sample = samples("zarr-2").copied(tmp_path / "c")
+
+    def change(old: StoredTensor) -> StoredTensor:
+        assert old.pieces is not None
+        pieces = Pieces(old.pieces.offsets[kept], old.pieces.shapes[kept], old.pieces.flat[kept])
+        return StoredTensor("uneven", old.dtype, old.global_shape, None, pieces)
+
+    replaced_in_index(sample.folder, "uneven", change)
+    found = examine_checkpoint(sample.folder)
+    problems = [f.problem for f in found.findings if f.key == "uneven"]
+    assert any("do not make it up once" in text and words in text for text in problems)
+    assert all(finding.ranks == () for finding in found.findings)
 
 
 class Stranger:
@@ -255,22 +244,18 @@ def test_what_is_not_unpickled_is_no_damage(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_not_damaged(samples: Samples, tmp_path: Path) -> None:
     with pytest.raises(dc.CheckpointNotFoundError):
         examine_checkpoint(tmp_path)
-    sample = samples("zarr-2").copied(tmp_path / "c")
-    path = sample.folder / "metadata.json"
+    folder = samples("zarr-2").copied(tmp_path / "c").folder
+    path = folder / "metadata.json"
     path.write_text(path.read_text().replace("zarr", "unheard_of"))
-    (sample.folder / ".dckpt" / "index.json").unlink()
+    (folder / ".dckpt" / "index.json").unlink()
     with pytest.raises(dc.StrategyNotFoundError):
-        examine_checkpoint(sample.folder)
+        examine_checkpoint(folder)
 
 
 def test_a_checksum_of_what_is_outside(samples: Samples, tmp_path: Path) -> None:
-    sample = samples("zarr-2").copied(tmp_path / "c")
-    index = read_index(sample.folder)
-    assert index is not None
-    small = StoredTensor("decoder.bias", index["decoder.bias"].dtype, (11,), (12,))
-    replace_in_index(index, small, sample.folder)
-    found = examine_checkpoint(sample.folder)
-    assert {finding.key for finding in found.findings} == {"decoder.bias", None}
-    assert [f.path for f in found.findings if f.key is None] == [
-        str(sample.folder / ".dckpt" / "index.json")
-    ]
+    folder = samples("zarr-2").copied(tmp_path / "c").folder
+    replaced_in_index(
+        folder, "decoder.bias", lambda old: StoredTensor(old.key, old.dtype, (11,), (12,))
+    )
+    found = {(f.key, f.path if f.key is None else "") for f in examine_checkpoint(folder).findings}
+    assert found == {("decoder.bias", ""), (None, str(folder / ".dckpt" / "index.json"))}
