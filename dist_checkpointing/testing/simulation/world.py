@@ -9,7 +9,6 @@ are threads, and talk by ``ThreadComm``.
 from __future__ import annotations
 
 import builtins
-import copy
 import errno
 import functools
 import gc
@@ -19,7 +18,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,13 +100,6 @@ class Launch:
     processes: list[Process]
     results: dict[int, Any] = field(default_factory=dict)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no rank will return any more."""
-        return all(
-            rank in self.results or process.is_dead for rank, process in enumerate(self.processes)
-        )
-
     def end(self) -> None:
         for process in self.processes:
             process.die()
@@ -186,8 +178,10 @@ class World:
             **self.store.functions(),
         }
         replaced = [(*_owner_of(name), call) for name, call in functions.items()]
-        replaced += self._locks_of_modules()
-        begin_anew = _process_wide_state()
+        locks, kept = _globals(len(sys.modules))
+        for owner, name, lock in locks:
+            is_reentrant = isinstance(lock, _RLOCK)
+            replaced.append((owner, name, SimulatedLock(self.scheduler, is_reentrant=is_reentrant)))
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
         for owner, name, call in replaced:
             setattr(owner, name, call)
@@ -200,26 +194,14 @@ class World:
             self._calls.close_all()
             for disk in self._disks():
                 disk.close()
-            begin_anew()
+            for value, content in kept:
+                if value != content:
+                    value.clear()
+                    value.update(content)
             sys.unraisablehook = unraisable
             random.setstate(random_state)
             if was_enabled:
                 gc.enable()
-
-    def _locks_of_modules(self) -> list[tuple[Any, str, Any]]:
-        """Locks that modules of the library hold: a real one would stop the whole world."""
-        found = [item for item in _globals() if isinstance(item[2], (_LOCK, _RLOCK))]
-        found += [  # Python 3.11 has one for each of these, which all objects share
-            (attribute, "lock", attribute.lock)
-            for _, _, kind in _globals()
-            if isinstance(kind, type)
-            for attribute in vars(kind).values()
-            if isinstance(attribute, functools.cached_property) and hasattr(attribute, "lock")
-        ]
-        return [
-            (owner, name, SimulatedLock(self.scheduler, is_reentrant=isinstance(lock, _RLOCK)))
-            for owner, name, lock in found
-        ]
 
     def run(self, work: Callable[[], T]) -> T:
         """Run ``work``, which starts processes and waits for them; see ``Scheduler.run``."""
@@ -248,18 +230,34 @@ class World:
             self.scheduler.spawn(run, "rank", process)
         return launch
 
-    def launch(self, ranks: int, work: Callable[[Comm], object], **options: Any) -> Launch:
-        """Start ranks and wait until each has returned or was killed; frozen ones are left."""
+    def launch(
+        self,
+        ranks: int,
+        work: Callable[[Comm], object],
+        *,
+        faults: Iterable[Fault] = (),
+        **options: Any,
+    ) -> Launch:
+        """Start ranks and wait until each has returned, was killed or is frozen."""
         launch = self.start(ranks, work, **options)
+        self.arm(faults, launch)
         self.wait_for(launch)
         return launch
 
-    def wait_for(self, launch: Launch) -> None:
-        self.scheduler.wait(
+    def wait_for(
+        self,
+        launch: Launch,
+        results: Collection[int] | None = None,
+        seconds: float | None = None,
+    ) -> bool:
+        """Wait until each rank has a result, is dead or is frozen; whether that was in time."""
+        done = launch.results if results is None else results
+        return self.scheduler.wait(
             lambda: all(
-                rank in launch.results or process.is_dead or process.frozen_until > 1e8
+                rank in done or process.is_dead or process.frozen_until > self.scheduler.now
                 for rank, process in enumerate(launch.processes)
-            )
+            ),
+            seconds,
         )
 
     def _run_rank(
@@ -385,26 +383,26 @@ class World:
         return [self.shared, *(machine.disk for machine in self.machines.values())]
 
 
-def _globals() -> list[tuple[Any, str, Any]]:
-    """Every global name of the library: its module, and what it stands for."""
-    modules = [module for name, module in sys.modules.items() if name.startswith(_LIBRARY)]
-    return [(module, *item) for module in modules for item in [*vars(module).items()]]
+@functools.cache
+def _globals(num_modules: int) -> tuple[list[tuple[Any, str, Any]], list[tuple[Any, Any]]]:
+    """What the library has for a whole process, once so many modules are there.
 
-
-def _process_wide_state() -> Callable[[], None]:
-    """What puts everything back that the library keeps for a whole process.
-
-    Not its caches: they are of a process id, of which each world has its own.
+    Its locks, with their owners and names: a real one would stop the whole world. And sets and
+    dicts with what is in them when the first world begins. Caches stay: they are of a process id.
     """
-    kept = [(value, copy.copy(value)) for _, _, value in _globals() if type(value) in (set, dict)]
-
-    def begin_anew() -> None:
-        for value, before in kept:
-            if value != before:
-                value.clear()
-                value.update(before)
-
-    return begin_anew
+    del num_modules
+    modules = [module for name, module in sys.modules.items() if name.startswith(_LIBRARY)]
+    found: list[tuple[Any, str, Any]] = [
+        (module, *item) for module in modules for item in vars(module).items()
+    ]
+    locks = [item for item in found if isinstance(item[2], (_LOCK, _RLOCK))]
+    locks += [  # Python 3.11 has one for each of these, which all objects share
+        (attribute, "lock", attribute.lock)
+        for kind in {value for _, _, value in found if isinstance(value, type)}
+        for attribute in vars(kind).values()
+        if isinstance(attribute, functools.cached_property) and hasattr(attribute, "lock")
+    ]
+    return locks, [(value, value.copy()) for _, _, value in found if type(value) in (set, dict)]
 
 
 def _owner_of(name: str) -> tuple[Any, str]:
