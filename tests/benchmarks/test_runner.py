@@ -17,6 +17,7 @@ from torch.serialization import get_crc32_options
 import bench
 from cases import CASES, SPEED_COLUMNS, SPEED_ROWS
 from goals import Report, as_fast, at_most, judge, law, predicted, series_of
+from real_ranks import run_script
 from report import case_table, draw, goals_table, markdown
 from runner import Case, Settings, SkippedError, Stage, Way, run_case
 from world import WayFailedError, World
@@ -121,7 +122,7 @@ def test_ways_are_closed_also_after_an_error(tmp_path: Path) -> None:
 
 TINY = Settings(tiny=True, loads=5, store="memory://bench/tiny")
 IN_PROCESS = [name for name, case in CASES.items() if case.ranks == 1 and name != "async"]
-SPAWNED = [name for name in CASES if name not in IN_PROCESS]
+RANK = Path(__file__).with_name("cases_rank.py")
 
 
 def stage(folder: Path, settings: Settings = TINY) -> Stage:
@@ -150,10 +151,17 @@ def test_a_case_of_one_rank_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", SPAWNED)
-def test_a_case_of_many_ranks_runs(name: str, tmp_path: Path) -> None:
-    reports = bench.run([CASES[name]], TINY, tmp_path, 5.0)
-    check(CASES[name], reports[name])
+@pytest.mark.parametrize("ranks", sorted({case.ranks for case in CASES.values()} - {1}))
+def test_cases_of_many_ranks_run(ranks: int, tmp_path: Path) -> None:
+    reports = run_script(ranks, RANK, reports=tmp_path, timeout_seconds=280)[0]
+    assert reports
+    for name, report in reports.items():
+        check(CASES[name], report)
+
+
+@pytest.mark.exhaustive
+def test_a_case_runs_in_processes_of_its_own(tmp_path: Path) -> None:
+    check(CASES["async"], bench.run([CASES["async"]], TINY, tmp_path, 5.0)["async"])
     assert list(tmp_path.iterdir()) == []
 
 

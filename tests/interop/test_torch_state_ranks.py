@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-import dist_checkpointing
 from dist_checkpointing import load_tensors_metadata
 from real_ranks import run_script
-from scripts import run_fresh
 
 SCRIPT = Path(__file__).with_name("torch_state_rank.py")
 LAYOUTS = {"plain": 1, "ddp": 2, "fsdp": 2, "tp": 2, "fsdp-of-4": 4, "fsdp+tp": 4, "hsdp": 4}
@@ -91,18 +89,3 @@ def test_several_models_and_objects_of_dtensors(tmp_path: Path) -> None:
 
 
 # The example is what it says: one command, and it ends well.
-
-
-ROOT = Path(dist_checkpointing.__file__).parents[1]
-FSDP2_SCRIPT = ROOT / "examples" / "fsdp2_roundtrip.py"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(240)
-@pytest.mark.skipif(not FSDP2_SCRIPT.exists(), reason="not a checkout")
-def test_the_example_ends_well(tmp_path: Path) -> None:
-    finished = run_fresh(FSDP2_SCRIPT, "--folder", tmp_path, timeout=200)
-    assert finished.returncode == 0, finished.stdout + finished.stderr[-3000:]
-    lines = [line for line in finished.stdout.splitlines() if line.startswith("ok ")]
-    assert len(lines) == 3
-    assert "FAILED" not in finished.stdout
