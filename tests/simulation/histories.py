@@ -591,10 +591,8 @@ def play(history: History, *, keeps_log: bool = False) -> Failure | World:
         shorts=0.05,
         keeps_log=keeps_log,
     )
-    with world.installed():
-        player = Player(world, history)
-        try:
-            world.run(player.play)
-        except (ViolationError, StuckError) as error:
-            return Failure(history, error, world)
+    try:
+        world.run(Player(world, history).play)
+    except (ViolationError, StuckError) as error:
+        return Failure(history, error, world)
     return world

@@ -125,8 +125,7 @@ class World:
         >>> world = World(seed=7)
         >>> def training(comm):
         ...     save({"step": 1}, f"{SHARED}/run/1", comm=comm)
-        >>> with world.installed():
-        ...     results = world.run(lambda: world.launch(4, training).results)
+        >>> results = world.run(lambda: world.launch(4, training).results)
     """
 
     def __init__(
@@ -165,7 +164,7 @@ class World:
         return self.scheduler.process
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def _installed(self) -> Iterator[None]:
         """Let threads of this world meet it instead of the operating system in the body."""
         was_enabled = gc.isenabled()
         gc.disable()  # it would run finalizers at any time
@@ -204,8 +203,12 @@ class World:
                 gc.enable()
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run ``work``, which starts processes and waits for them; see ``Scheduler.run``."""
-        return self.scheduler.run(work, Process("driver", "driver", 2))
+        """Run ``work``, which starts processes and waits for them; see ``Scheduler.run``.
+
+        It is called once: nothing is left of the world afterwards but its log.
+        """
+        with self._installed():
+            return self.scheduler.run(work, Process("driver", "driver", 2))
 
     def start(
         self,
