@@ -41,8 +41,12 @@ class State:
         return State(line, frozenset(must & kept), frozenset(may | (must - kept)))
 
     def left(self, save: Saved) -> State:
-        """After a save was interrupted, or has ended when others had gone on."""
-        return replace(self, may=self.may | {save})
+        """After a save was interrupted, or has ended when others had gone on.
+
+        Another save of this step is set aside until the next training begins.
+        """
+        aside = {old for old in self.must if old[0] == save[0]}
+        return replace(self, must=self.must - aside, may=self.may | aside | {save})
 
     def gone_back(self, position: int) -> State:
         return replace(self, line=tuple(old for old in self.line if old[0] <= position))
