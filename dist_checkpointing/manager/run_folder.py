@@ -291,7 +291,11 @@ class RunFolder:
 
     def _remove(self, step: int, attempt: str | None) -> None:
         self._broken.add(step)  # if this does not come to its end
-        remove_checkpoint(self.folder(step), attempt)
+        folder = self.folder(step)
+        aside = folder.parent / f"{folder.name}{_REPLACED}"
+        if self.is_on_disk and is_there(aside):  # else it would be put back
+            remove_checkpoint(aside)
+        remove_checkpoint(folder, attempt)
         self._broken.discard(step)
 
     def record(self) -> RunRecord:
