@@ -22,7 +22,7 @@ from rich.table import Table
 from histories import Failure, History, play, shortest
 
 _CHUNK: Final = 20
-_console = Console(soft_wrap=True)
+_console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def simulate(
@@ -105,7 +105,7 @@ def _show(history: History, files: str = "") -> Failure | None:
     _console.print(table)
     _console.print(history.described())
     if failure is not None:
-        _console.print(f"[red]{failure.error}[/red]", highlight=False)
+        _console.print(f"[red]{failure.error}[/red]")
     return failure
 
 

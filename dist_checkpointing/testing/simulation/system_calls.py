@@ -241,10 +241,7 @@ class SystemCalls:
         self._forget(descriptor)
         self._real["close"](descriptor)
 
-    def stat(
-        self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True
-    ) -> os.stat_result:
-        del follow_symlinks
+    def stat(self, path: Any, *, dir_fd: int | None = None, **_: Any) -> os.stat_result:
         if isinstance(path, int):
             return self.fstat(path)
         disk, start, parts, shown = self._parts(path, dir_fd)
@@ -260,11 +257,7 @@ class SystemCalls:
 
     def access(self, path: Any, mode: int, **_: Any) -> bool:
         del mode
-        try:
-            self._find(path, Look.STATUS)
-        except OSError:
-            return False
-        return True
+        return self._find(path, Look.STATUS)[1] is not None
 
     def readlink(self, path: Any, *, dir_fd: int | None = None) -> str:
         shown = self._find(path, Look.STATUS, dir_fd)[2]
@@ -323,16 +316,8 @@ class SystemCalls:
             raise _error(errno.ENOTEMPTY, shown)
         disk.change(self._machine, [(folder, name, None)])
 
-    def link(
-        self,
-        src: Any,
-        dst: Any,
-        *,
-        src_dir_fd: int | None = None,
-        dst_dir_fd: int | None = None,
-        follow_symlinks: bool = True,
-    ) -> None:
-        del follow_symlinks
+    def link(self, src: Any, dst: Any, **options: Any) -> None:
+        src_dir_fd, dst_dir_fd = options.get("src_dir_fd"), options.get("dst_dir_fd")
         self._about("link", self._parts(dst, dst_dir_fd)[3])
         disk, inode, _ = self._find(src, Look.NOW, src_dir_fd)
         other, folder, name, shown = self._parent(dst, dst_dir_fd)
@@ -342,14 +327,8 @@ class SystemCalls:
             raise _error(errno.EEXIST, shown)
         disk.change(self._machine, [(folder, name, inode)])
 
-    def rename(
-        self,
-        src: Any,
-        dst: Any,
-        *,
-        src_dir_fd: int | None = None,
-        dst_dir_fd: int | None = None,
-    ) -> None:
+    def rename(self, src: Any, dst: Any, **options: Any) -> None:
+        src_dir_fd, dst_dir_fd = options.get("src_dir_fd"), options.get("dst_dir_fd")
         self._about("rename", self._parts(dst, dst_dir_fd)[3])
         disk, folder, old_name, _ = self._parent(src, src_dir_fd)
         other, target, new_name, new = self._parent(dst, dst_dir_fd)
