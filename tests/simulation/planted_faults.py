@@ -224,7 +224,7 @@ _DURABILITY: Final = (
         _FILES,
         '    temporary = f"{path}.{os.urandom(4).hex()}.tmp"\n    try:\n'
         '        with open(temporary, "xb", buffering=0) as file:\n            while rest:\n',
-        '    temporary = path\n    try:\n'
+        "    temporary = path\n    try:\n"
         '        with open(temporary, "wb", buffering=0) as file:\n            while rest:\n',
         "the temporary name of metadata.json and manager.json",
         "folder",
@@ -665,7 +665,12 @@ def find(fault: PlantedFault, histories: int = HISTORIES, seconds: float = 3600.
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONHASHSEED": "0"}
         try:
             done = subprocess.run(
-                given, capture_output=True, text=True, cwd=folder, env=environment, timeout=seconds,
+                given,
+                capture_output=True,
+                text=True,
+                cwd=folder,
+                env=environment,
+                timeout=seconds,
                 check=False,
             )
         except subprocess.TimeoutExpired:

@@ -25,7 +25,9 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import RankFailedError
+from dist_checkpointing.testing.simulation.damage import FlippedBit
 from dist_checkpointing.testing.simulation.oracle import Oracle, State, ViolationError
+from dist_checkpointing.testing.simulation.rivals import Rivals
 from dist_checkpointing.testing.simulation.scheduler import StuckError
 from dist_checkpointing.testing.simulation.world import OWN, SHARED, Fault, Launch, World
 
@@ -42,7 +44,8 @@ class Event:
     """One event of a history.
 
     Attributes:
-        kind: "launch", "save", "async save", "load", "remove", "power cut", "clock" or "wait".
+        kind: "launch", "save", "async save", "old save", "load", "remove", "power cut", "clock",
+            "wait", "rivals" or "damage".
         seed: Of what happens in it.
         number: Ranks of a launch; which step is loaded or removed, counted from the newest.
         faults: What happens to operations of the event.
@@ -96,7 +99,8 @@ class History:
         events = [_event(dice, "launch", machines)]
         for _ in range(dice.randint(2, 8)):
             kinds = ["save"] * 6 + ["async save"] * 3 + ["launch"] * 3
-            kinds += ["load", "load", "remove", "power cut", "clock", "wait"]
+            kinds += ["load", "load", "remove", "power cut", "clock", "wait", "rivals"]
+            kinds += ["old save", "damage"]
             events.append(_event(dice, dice.choice(kinds), machines))
         return cls(
             seed,
@@ -116,7 +120,8 @@ class History:
 
 def _event(dice: random.Random, kind: str, machines: int) -> Event:
     faults = []
-    if kind in ("launch", "save", "async save", "load", "remove") and dice.random() < 0.5:
+    faulty = ("launch", "save", "async save", "load", "remove", "rivals")
+    if kind in faulty and dice.random() < 0.5:
         at = int(10 ** dice.uniform(0, 2.4)) - 1
         what = dice.choice(["kill", "kill", "kill machine", "kill all", "power", "freeze", "error"])
         seconds = 0.0
@@ -128,7 +133,7 @@ def _event(dice: random.Random, kind: str, machines: int) -> Event:
     number = 0
     if kind == "launch":
         number = dice.choice([1, 1, 2, 2, 3, 4, 8])
-    elif kind in ("load", "remove"):
+    elif kind in ("load", "remove", "damage"):
         number = dice.randint(0, 3)
     return Event(kind, dice.randrange(1 << 30), number, tuple(faults))
 
@@ -199,6 +204,8 @@ class Player:
         self.left: list[_Training] = []
         self.uncertain: list[tuple[tuple[int, int], int | None]] = []
         self.root = {"folder": f"{SHARED}/run"}.get(history.place, "s3://bucket/run")
+        side = f"{SHARED}/rivals" if history.place == "folder" else "s3://bucket/rivals"
+        self.rivals = Rivals(world, side, history.backend, state_of, value_of)
         world.shared.has_flock = history.has_flock
         world.store.losses = 0.05 if history.is_lossy else 0.0
         world.store.late_seconds = 20.0 if history.is_lossy else 0.0
@@ -232,6 +239,7 @@ class Player:
         elif event.kind == "power cut":
             names = [*self.world.machines]
             self.world.lose_power(dice.sample(names, dice.randint(1, len(names))))
+            self._note_verified(None)
             if self.training is not None:
                 self._end(self.training)
         elif event.kind == "clock":
@@ -239,6 +247,11 @@ class Player:
             machine.clock_error = dice.choice([-1, 1]) * 10.0 ** dice.uniform(0, 7)
         elif event.kind == "wait":
             self._pass(10.0 ** dice.uniform(0, 3.5))
+        elif event.kind == "rivals":
+            history = self.history
+            self._remove_lock_files()
+            is_calm = not (history.is_busy or history.is_lossy or self.left)
+            self.rivals.save(dice, lambda: next(self.values), event.faults, calm=is_calm)
         else:
             if self.training is None:
                 self._begin(Event("launch", 0, max(1, self.history.machines)))
@@ -250,20 +263,28 @@ class Player:
                     "async save": self._save,
                     "load": self._load,
                     "remove": self._remove,
+                    "old save": self._save_old,
+                    "damage": self._damage,
                 }[event.kind](event)
 
     def _pass(self, seconds: float) -> None:
         self.world.scheduler.wait(lambda: False, seconds)
 
+    def _remove_lock_files(self) -> None:
+        """Remove, as people do, what locks nothing any more where there is no flock."""
+        if not self.history.has_flock and not self.left:
+            self.world.shared.remove(lambda name: name.startswith(".dckpt.lock"))
+
     def _begin(self, event: Event) -> None:
         """Start a training, which goes on from the newest step."""
         self._pass(_SETTLED_SECONDS)
-        if not self.history.has_flock and not self.left:
-            self.world.shared.remove(lambda name: name.startswith(".dckpt.lock"))
+        self._remove_lock_files()
         ranks = max(1, event.number)
         names = [*self.world.machines]
         if self.history.place == "fast":
-            ranks = {1: 1, 2: 2, 3: 3, 4: 4}[len(names)] * (2 if ranks > 2 and len(names) != 3 else 1)
+            ranks = {1: 1, 2: 2, 3: 3, 4: 4}[len(names)] * (
+                2 if ranks > 2 and len(names) != 3 else 1
+            )
         else:
             self.world.scheduler.random.shuffle(names)
         training = _Training()
@@ -307,6 +328,7 @@ class Player:
             self.oracle.move(state for state in self.oracle.states if found & state.newest)
             training.position = next((save[0] for save in found if save is not None), None)
             self.uncertain = []
+        self._note_verified(training.position if loaded else None)
 
     def _command(self, event: Event, command: Command) -> dict[int, Any]:
         """What the ranks return or raise; the training is ended if one does not."""
@@ -321,12 +343,16 @@ class Player:
         training.commands.append(command)
         self.world.scheduler.wait(
             lambda: all(
-                rank in results or process.is_dead or process.frozen_until > self.world.scheduler.now
+                rank in results
+                or process.is_dead
+                or process.frozen_until > self.world.scheduler.now
                 for rank, process in enumerate(launch.processes)
             )
         )
         if event.kind != "async save":  # whose faults may come later
             self.world.arm(())
+        if any(fault.kind == "power" for fault in event.faults):
+            self._note_verified(None)
         seconds = self.world.scheduler.now - begun
         if seconds > _LONGEST_SECONDS:
             raise ViolationError(f"{event} took {seconds:.0f} s")
@@ -393,6 +419,9 @@ class Player:
             state = state_of(rank.comm, save[1])
             if is_async:
                 manager.async_save(save[0], state)
+                for name in ("rows", "same"):  # the training goes on
+                    state[name].data.fill_(-2.0)
+                state["object"].data["value"] = -2
             else:
                 manager.save(save[0], state)
 
@@ -427,6 +456,72 @@ class Player:
             if not any((step, value) in state.must | state.may for state in self.oracle.states):
                 raise ViolationError(f"step {step} was loaded with value {value}")
             training.position = step
+
+    def _save_old(self, event: Event) -> None:
+        """Save a step that the run has passed, which must be refused."""
+        training, dice = self.training, self.world.scheduler.random
+        assert training is not None
+        if training.position is None:
+            return
+        step, value = dice.randint(0, training.position), next(self.values)
+
+        def command(rank: _Rank) -> str | None:
+            assert rank.manager is not None
+            try:
+                rank.manager.save(step, state_of(rank.comm, value))
+            except RankFailedError:
+                raise
+            except CheckpointingException as error:
+                return str(error)
+            return None
+
+        results = self._command(event, command)
+        if None in results.values():
+            raise ViolationError(f"step {step} was saved after step {training.position}")
+
+    def _damage(self, event: Event) -> None:
+        """Flip a bit of a step, which a verified load must not return, nor ``latest_valid``."""
+        known = {save for state in self.oracle.states for save in state.must}
+        steps = sorted(step for step, _ in known)
+        if not steps or self.history.place == "fast":
+            return
+        dice = self.world.scheduler.random
+        step = steps[-1 - min(event.number, len(steps) - 1)]
+        flipped = FlippedBit.chosen(self.world, f"run/step-{step:08d}/", dice)
+        if flipped is None:
+            return
+        losses, self.world.store.losses = self.world.store.losses, 0.0
+        flipped.flip()
+        path = f"{self.root}/step-{step:08d}"
+
+        def look(comm: Comm) -> int | None:
+            try:
+                return value_of(load(state_of(comm, None), path, comm=comm, verify=True))
+            except RankFailedError:
+                raise
+            except CheckpointingException:
+                return None
+
+        value = self.world.launch(1, look, name="reader").results[0]
+        if isinstance(value, Exception):
+            raise ViolationError(f"{flipped.path} was damaged: {value!r}") from value
+        if value is not None and (step, value) not in known:
+            raise ViolationError(f"{flipped.path} was damaged, and {value} was loaded")
+        results = self._command(event, lambda rank: rank.manager.latest_valid())  # type: ignore[union-attr]
+        flipped.flip()
+        self.world.store.losses = losses
+        valid = {r for r in results.values() if not isinstance(r, Exception)}
+        if value is None and step in valid:
+            raise ViolationError(f"{flipped.path} was damaged, and step {step} is said to be valid")
+        self._note_verified(valid.pop() if len(valid) == 1 else None)
+        if self.training is not None:
+            self._end(self.training)
+
+    def _note_verified(self, step: int | None) -> None:
+        """Note that a step was verified; None if it is not known which are."""
+        # Who goes on later may write down again what it knew before.
+        step = None if self.left else step
+        self.oracle.move(state.with_verified(step) for state in self.oracle.states)
 
     def _remove(self, event: Event) -> None:
         steps = sorted({save[0] for state in self.oracle.states for save in state.must})
@@ -478,7 +573,9 @@ class Player:
         looked, latest = result
         found = {step: value for step, value in looked.items() if value is not None}
         if self.history.place == "fast":
-            self.oracle.states = frozenset(s.weakened() for s in self.oracle.states) and self.oracle.states
+            self.oracle.states = (
+                frozenset(s.weakened() for s in self.oracle.states) and self.oracle.states
+            )
         else:
             steps = {value: step for step, value in found.items()}
             self.oracle.check(found, steps.get(latest), is_settled=is_settled)

@@ -25,11 +25,13 @@ class State:
         line: The saves that the newest one has grown from, and itself, oldest first.
         must: Saves that can be loaded.
         may: Saves that can be loaded, or are gone.
+        verified: Saves that were read back and compared; retention keeps the newest of the line.
     """
 
     line: tuple[Saved, ...] = ()
     must: frozenset[Saved] = frozenset()
     may: frozenset[Saved] = frozenset()
+    verified: frozenset[Saved] = frozenset()
 
     def saved(self, save: Saved, position: int | None, keep_last: int | None) -> State:
         """After a save has committed, of a training that had come to ``position``."""
@@ -38,7 +40,9 @@ class State:
         must = {old for old in self.must if old[0] != save[0]} | {save}
         may = {old for old in self.may if old[0] != save[0]}
         kept = {*(line if keep_last is None else line[-keep_last:])}
-        return State(line, frozenset(must & kept), frozenset(may | (must - kept)))
+        verified = frozenset(old for old in self.verified if old[0] != save[0])
+        kept |= {*[old for old in line if old in verified][-1:]}
+        return State(line, frozenset(must & kept), frozenset(may | (must - kept)), verified)
 
     def left(self, save: Saved) -> State:
         """After a save was interrupted, or has ended when others had gone on."""
@@ -52,11 +56,17 @@ class State:
             return frozenset(save for save in saves if save[0] != step)
 
         line = tuple(save for save in self.line if save[0] != step)
-        return State(line, others(self.must), others(self.may))
+        return State(line, others(self.must), others(self.may), others(self.verified))
 
     def weakened(self) -> State:
         """After something that all saves may be lost by."""
         return State(self.line, frozenset(), self.must | self.may)
+
+    def with_verified(self, step: int | None) -> State:
+        """After a step was verified; None if it is not known what is noted as verified."""
+        if step is None:
+            return replace(self, verified=frozenset())
+        return replace(self, verified=self.verified | {s for s in self.line if s[0] == step})
 
     @property
     def newest(self) -> set[Saved | None]:

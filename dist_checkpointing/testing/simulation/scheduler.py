@@ -349,9 +349,7 @@ def threading_functions(scheduler: Scheduler) -> dict[str, Any]:
 
     Threads that are not of this world get what they would get without it.
     """
-    real = {
-        name: getattr(threading, name) for name in ("Lock", "RLock", "Condition")
-    }
+    real = {name: getattr(threading, name) for name in ("Lock", "RLock", "Condition")}
     real_queue, start = queue.SimpleQueue, threading.Thread.start
 
     def start_thread(self: threading.Thread) -> None:

@@ -184,9 +184,7 @@ class SystemCalls:
         disk.now = self._world.scheduler.now
         return disk, disk.root, parts, text
 
-    def _find(
-        self, path: Any, look: Look, dir_fd: int | None = None
-    ) -> tuple[Disk, Inode, str]:
+    def _find(self, path: Any, look: Look, dir_fd: int | None = None) -> tuple[Disk, Inode, str]:
         disk, start, parts, shown = self._parts(path, dir_fd)
         return disk, disk.find(self._machine, parts, look, start), shown
 
