@@ -347,14 +347,15 @@ class Player:
                 or process.is_dead
                 or process.frozen_until > self.world.scheduler.now
                 for rank, process in enumerate(launch.processes)
-            )
+            ),
+            _LONGEST_SECONDS,
         )
         if event.kind != "async save":  # whose faults may come later
             self.world.arm(())
         if any(fault.kind == "power" for fault in event.faults):
             self._note_verified(None)
         seconds = self.world.scheduler.now - begun
-        if seconds > _LONGEST_SECONDS:
+        if seconds >= _LONGEST_SECONDS:
             raise ViolationError(f"{event} took {seconds:.0f} s")
         self._check_errors(event, results)
         is_whole = len(results) == len(launch.processes)

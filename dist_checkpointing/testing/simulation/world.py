@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import copy
 import errno
+import functools
 import gc
 import importlib
 import itertools
@@ -206,10 +207,17 @@ class World:
 
     def _locks_of_modules(self) -> list[tuple[Any, str, Any]]:
         """Locks that modules of the library hold: a real one would stop the whole world."""
+        found = [item for item in _globals() if isinstance(item[2], (_LOCK, _RLOCK))]
+        found += [  # Python 3.11 has one for each of these, which all objects share
+            (attribute, "lock", attribute.lock)
+            for _, _, kind in _globals()
+            if isinstance(kind, type)
+            for attribute in vars(kind).values()
+            if isinstance(attribute, functools.cached_property) and hasattr(attribute, "lock")
+        ]
         return [
-            (module, name, SimulatedLock(self.scheduler, is_reentrant=isinstance(value, _RLOCK)))
-            for module, name, value in _globals()
-            if isinstance(value, (_LOCK, _RLOCK))
+            (owner, name, SimulatedLock(self.scheduler, is_reentrant=isinstance(lock, _RLOCK)))
+            for owner, name, lock in found
         ]
 
     def run(self, work: Callable[[], T]) -> T:
