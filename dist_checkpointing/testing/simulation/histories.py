@@ -99,7 +99,7 @@ class History:
         events = [_event(dice, "launch", machines)]
         for _ in range(dice.randint(2, 8)):
             kinds = ["save"] * 6 + ["async save"] * 3 + ["launch"] * 3
-            kinds += ["load", "load", "remove", "power cut", "clock", "wait", "rivals"]
+            kinds += ["load", "load", "remove", "power cut", "clock", "wait", "rivals", "rivals"]
             kinds += ["old save", "damage"]
             events.append(_event(dice, dice.choice(kinds), machines))
         return cls(
@@ -559,7 +559,8 @@ class Player:
                     template = state_of(comm, None)
                     path = f"{self.root}/step-{step:08d}"
                     found[step] = value_of(load(template, path, comm=comm, verify=True))
-                self.seen[step, files] = found[step]
+                if found[step] is not None:  # else it may be seen later
+                    self.seen[step, files] = found[step]
             try:
                 latest = value_of(load(state_of(comm, None), f"{self.root}@latest", comm=comm))
             except CheckpointNotFoundError:
@@ -579,7 +580,8 @@ class Player:
             )
         else:
             steps = {value: step for step, value in found.items()}
-            self.oracle.check(found, steps.get(latest), is_settled=is_settled)
+            aside = set() if is_settled else self._set_aside()
+            self.oracle.check(found, steps.get(latest), is_settled=is_settled, aside=aside)
 
     def _expect_commits(self) -> None:
         """Saves that go on, or that the next training finishes, may have committed by now."""
@@ -589,6 +591,12 @@ class Player:
             keep = self.history.keep_last
             after = [s.saved(save, position, keep) for s in states if save not in s.must]
             self.oracle.move(states, after, [s.left(save) for s in states])
+
+    def _set_aside(self) -> set[int]:
+        """The steps that a save was about to replace, and has set aside."""
+        paths = (path for path, _ in self.world.shared.tree())
+        names = (re.search(r"/step-(\d{8})\.replaced$", path) for path in paths)
+        return {int(match[1]) for match in names if match is not None}
 
     def _steps(self) -> dict[int, frozenset[Any]]:
         """The folders of steps, and what tells whether anything in them has changed."""

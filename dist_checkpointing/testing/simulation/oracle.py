@@ -79,17 +79,25 @@ class State:
                 found.add(save)
         return found | {None}
 
-    def problem(self, found: Mapping[int, int], latest: int | None, *, is_settled: bool) -> str:
+    def problem(
+        self,
+        found: Mapping[int, int],
+        latest: int | None,
+        *,
+        is_settled: bool,
+        aside: Collection[int] = (),
+    ) -> str:
         """What does not fit what was found: steps with their values; empty if all does.
 
         A run is settled after a save or the start of a training, and has no old commit to finish.
+        Steps that lie ``aside`` come back with the next start, if their replacement was cut off.
         """
         for step, value in sorted(found.items()):
             if (step, value) not in self.must | self.may:
                 known = sorted(self.must | self.may)
                 return f"step {step} holds value {value}, where only {known} were committed"
         for step, value in sorted(self.must):
-            if found.get(step) != value:
+            if found.get(step) != value and (step in found or step not in aside):
                 return f"step {step} with value {value} is lost; found {dict(found)}"
         newest = next((s for s, v in reversed(self.line) if found.get(s) == v), None)
         if is_settled and newest is not None and latest != newest:
@@ -106,14 +114,22 @@ class Oracle:
     def move(self, *choices: Collection[State] | Iterable[State]) -> None:
         self.states = frozenset(state for choice in choices for state in choice)
 
-    def check(self, found: Mapping[int, int], latest: int | None, *, is_settled: bool) -> None:
+    def check(
+        self,
+        found: Mapping[int, int],
+        latest: int | None,
+        *,
+        is_settled: bool,
+        aside: Collection[int] = (),
+    ) -> None:
         """Keep the states that fit what was found.
 
         Raises:
             ViolationError: if none does.
         """
         problems = {
-            state: state.problem(found, latest, is_settled=is_settled) for state in self.states
+            state: state.problem(found, latest, is_settled=is_settled, aside=aside)
+            for state in self.states
         }
         fitting = [state for state, problem in problems.items() if not problem]
         if not fitting:
