@@ -34,6 +34,13 @@ from dist_checkpointing.testing.simulation.world import OWN, SHARED, Fault, Laun
 ROWS: Final = 24
 BACKENDS: Final = ("tensorstore", "zarr", "torch_dist")
 ERRORS: Final = ("EIO", "ENOSPC", "EMFILE", "ESTALE", "EINTR")
+_OF_FOLDERS: Final = ("create", "fsync", "rename", "unlink", "flock")
+_OF_STORES: Final = ("put", "put if absent", "delete", "list")
+_OPERATIONS: Final = {
+    "folder": _OF_FOLDERS,
+    "store": _OF_STORES,
+    "fast": (*_OF_FOLDERS, *_OF_STORES),
+}
 _SETTLED_SECONDS: Final = 40.0
 """After which every machine sees what another one has done."""
 _LONGEST_SECONDS: Final = 3000.0
@@ -58,7 +65,7 @@ class Event:
 
     def __str__(self) -> str:
         faults = ", ".join(
-            f"{fault.kind} at operation {fault.at}"
+            f"{fault.kind} at {fault.operation or 'operation'} {fault.at}"
             + (f" for {fault.seconds:.0f} s" if fault.seconds else "")
             for fault in self.faults
         )
@@ -96,12 +103,12 @@ class History:
         dice = random.Random(seed)
         place = dice.choice(["folder", "folder", "folder", "store", "store", "fast"])
         machines = dice.choice([1, 1, 2, 2, 3, 4])
-        events = [_event(dice, "launch", machines)]
+        events = [_event(dice, "launch", machines, place)]
         for _ in range(dice.randint(2, 8)):
             kinds = ["save"] * 6 + ["async save"] * 3 + ["launch"] * 3
             kinds += ["load", "load", "remove", "power cut", "clock", "wait", "rivals", "rivals"]
             kinds += ["old save", "damage"]
-            events.append(_event(dice, dice.choice(kinds), machines))
+            events.append(_event(dice, dice.choice(kinds), machines, place))
         return cls(
             seed,
             place,
@@ -118,18 +125,20 @@ class History:
         )
 
 
-def _event(dice: random.Random, kind: str, machines: int) -> Event:
+def _event(dice: random.Random, kind: str, machines: int, place: str) -> Event:
     faults = []
     faulty = ("launch", "save", "async save", "load", "remove", "rivals")
     if kind in faulty and dice.random() < 0.5:
-        at = int(10 ** dice.uniform(0, 2.4)) - 1
+        # Every second one is near where it matters: what a protocol does happens in few operations.
+        operation = dice.choice(["", dice.choice(_OPERATIONS[place])])
+        at = int(10 ** dice.uniform(0, 1.3 if operation else 2.4)) - 1
         what = dice.choice(["kill", "kill", "kill machine", "kill all", "power", "freeze", "error"])
         seconds = 0.0
         if what == "freeze":
             seconds = 10.0 ** dice.uniform(0, 3)
         elif what == "error":
             what = dice.choice(ERRORS)
-        faults.append(Fault(at, what, seconds))
+        faults.append(Fault(at, what, seconds, operation))
     number = 0
     if kind == "launch":
         number = dice.choice([1, 1, 2, 2, 3, 4, 8])
