@@ -148,14 +148,6 @@ _DURABILITY: Final = (
         "folder",
     ),
     PlantedFault(
-        "names of objects not synced",
-        "strategies/common.py",
-        "            location.fsync_folders([file.name for file in sealed], root, to_root=True)\n",
-        "            pass\n",
-        "the fsync of the folders of sharded objects",
-        "folder",
-    ),
-    PlantedFault(
         "parent folder not synced",
         _FILES,
         "        with suppress(PermissionError):\n            fsync_folder(folder.parent)\n",
@@ -199,7 +191,8 @@ _DURABILITY: Final = (
         "name of the attempt not synced",
         _COMMIT,
         "            local_folder.fsync_folder(self.folder / ATTEMPT_NAME, dckpt, self.folder)\n",
-        "            local_folder.fsync_folder(self.folder / ATTEMPT_NAME)\n            del dckpt\n",
+        "            local_folder.fsync_folder(self.folder / ATTEMPT_NAME)\n     "
+        "       del dckpt\n",
         "the fsync of the folder that attempt.json is in",
         "folder",
     ),
@@ -229,6 +222,15 @@ _DURABILITY: Final = (
         "the temporary name of metadata.json and manager.json",
         "folder",
     ),
+    PlantedFault(
+        "failed sync ignored",
+        "filesystem/file_writer.py",
+        "            if is_durable:\n                os.fsync(descriptor)\n",
+        "            if is_durable:\n                with suppress(OSError):\n"
+        "                    os.fsync(descriptor)\n",
+        "the error of an fsync, after which the data is lost",
+        "folder",
+    ),
 )
 """What a power cut must not take."""
 
@@ -244,7 +246,8 @@ _FOLDERS: Final = (
     PlantedFault(
         "commit before the data",
         "serialization/save_folder.py",
-        "        if self._is_durable:\n            attempt.make_durable()\n        return attempt\n",
+        "        if self._is_durable:\n            attempt.make_durable()\n      "
+        "  return attempt\n",
         "        if self._is_durable:\n            attempt.make_durable()\n"
         "            attempt.commit(self.config)\n        return attempt\n",
         "the order of data and commit",
@@ -276,7 +279,8 @@ _FOLDERS: Final = (
     PlantedFault(
         "short write not completed",
         "filesystem/file_writer.py",
-        "        if written < num_bytes:\n            _write_rest(self._descriptor, parts, written)\n",
+        "        if written < num_bytes:\n            "
+        "_write_rest(self._descriptor, parts, written)\n",
         "        del written\n",
         "what a call of writev has left out",
         "folder",
@@ -335,7 +339,8 @@ _FOLDERS: Final = (
     PlantedFault(
         "lock of the living taken over",
         _LOCKS,
-        "    if other is None or not other.is_gone:\n        raise _held(folder, other, name=name)\n",
+        "    if other is None or not other.is_gone:\n        raise _held(folder, "
+        "other, name=name)\n",
         "    if other is None:\n        raise _held(folder, other, name=name)\n",
         "the look whether the holder of a lock file is gone",
         "folder",
@@ -406,9 +411,11 @@ _STORES: Final = (
         "commit removed before metadata.json",
         _REMOVAL,
         "        store.delete([(root / CONFIG_FNAME).key])\n        for some in commits:\n"
-        '            store.delete([(root / f"{claims.COMMITS}/{number}.json").key for number in some])\n',
+        "            store.delete([(root / "
+        'f"{claims.COMMITS}/{number}.json").key for number in some])\n',
         "        for some in commits:\n"
-        '            store.delete([(root / f"{claims.COMMITS}/{number}.json").key for number in some])\n'
+        "            store.delete([(root / "
+        'f"{claims.COMMITS}/{number}.json").key for number in some])\n'
         "        store.delete([(root / CONFIG_FNAME).key])\n",
         "the order of a removal in a store",
         "store",
@@ -417,7 +424,8 @@ _STORES: Final = (
         "data removed before its commit",
         _REMOVAL,
         "        store.delete([(root / CONFIG_FNAME).key])\n",
-        "        claims.delete_below(root / DATA)\n        store.delete([(root / CONFIG_FNAME).key])\n",
+        "        claims.delete_below(root / DATA)\n        store.delete([(root / "
+        "CONFIG_FNAME).key])\n",
         "the end of the commit before its data is deleted",
         "store",
     ),
@@ -469,14 +477,6 @@ _STORES: Final = (
         "        if self._replaces is not None:\n"
         "            clear_saves(root, {self._replaces.attempt})\n",
         "the order of a commit and the deletion of what it replaces",
-        "store",
-    ),
-    PlantedFault(
-        "cut off commit not finished",
-        _COMMIT,
-        "    if commit is not None and not is_file(root / CONFIG_FNAME):\n",
-        "    if False:\n",
-        "the metadata.json of a save that was cut off after its commit",
         "store",
     ),
 )
@@ -565,6 +565,24 @@ _RUNS: Final = (
         "        if False:\n",
         "the refusal of a step that is not above the one that the run has come to",
     ),
+    PlantedFault(
+        "retention counts all branches",
+        "manager/retention.py",
+        "sorted(steps if history is None else history, reverse=True)",
+        "sorted(steps, reverse=True)",
+        "the history, of which alone retention counts the steps",
+    ),
+    PlantedFault(
+        "replaced step ended before the commit",
+        "manager/tiers.py",
+        "        sets_aside = is_ours and is_whole_on_disk and not overwrite\n"
+        '        chosen = {**options, "overwrite": overwrite or '
+        "(is_ours and not is_whole_on_disk)}\n",
+        "        sets_aside = False\n"
+        '        chosen = {**options, "overwrite": overwrite or is_ours}\n',
+        "the old step of a number until a new one has committed",
+        "folder",
+    ),
 )
 """What a manager knows of a run."""
 
@@ -587,7 +605,8 @@ _RANKS: Final = (
     PlantedFault(
         "tensors not copied",
         "serialization/save_steps.py",
-        "            self.planner = self.strategy.stage(self._local_plan, self.planner, self._buffers)\n",
+        "            self.planner = self.strategy.stage(self._local_plan, "
+        "self.planner, self._buffers)\n",
         "",
         "the copies of the tensors of an async save",
     ),
@@ -613,18 +632,41 @@ _RANKS: Final = (
         "the comparison of small files with the seal",
     ),
     PlantedFault(
-        "seal not checked",
-        _SEAL,
-        '            if content.get("checksum") != xxhash.xxh3_128_hexdigest(body):\n',
-        "            if False:\n",
-        "the checksum of the seal itself",
-    ),
-    PlantedFault(
         "change under a load not seen",
         "strategies/selection.py",
         "        return is_there and number_of_save(self.folder) == self.save_number\n",
         "        return is_there or True\n",
         "the second look at the checkpoint after a load",
+    ),
+    PlantedFault(
+        "late commit not waited for",
+        "strategies/selection.py",
+        "if comm.rank and not is_seen(lambda: is_committed(root) or is_database(root)):",
+        "if comm.rank and not (is_committed(root) or is_database(root)):",
+        "the wait of other machines for metadata.json",
+        "folder",
+    ),
+    PlantedFault(
+        "latest_valid looks at nothing",
+        "manager/checkpoint_manager.py",
+        "                self.verify(step)\n            except CheckpointingException as error:\n",
+        "                pass\n            except CheckpointingException as error:\n",
+        "the verification of the step that latest_valid returns",
+    ),
+    PlantedFault(
+        "newest step not verified",
+        "manager/checkpoint_manager.py",
+        'chosen = {"trusted": self._trusted, "verify": verify, **options}',
+        'chosen = {"trusted": self._trusted, "verify": False, **options}',
+        "the checksums of the step that a training goes on from",
+    ),
+    PlantedFault(
+        "silent rank not waited for",
+        "serialization/save_folder.py",
+        "        if isinstance(error, CheckpointingException) and not is_silent:\n",
+        "        if isinstance(error, CheckpointingException):\n",
+        "the names of what a rank that does not answer may still write",
+        "folder",
     ),
 )
 """What ranks agree about, and what a load compares."""

@@ -1,12 +1,8 @@
 """The table of planted faults fits the code, and the simulated world finds what is planted."""
 
 import ast
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from planted_faults import PACKAGE, PLANTED_FAULTS, PlantedFault, find
 
 _QUICK = (

@@ -106,8 +106,8 @@ class History:
         events = [_event(dice, "launch", machines, place)]
         for _ in range(dice.randint(2, 8)):
             kinds = ["save"] * 6 + ["async save"] * 3 + ["launch"] * 3
-            kinds += ["load", "load", "remove", "power cut", "clock", "wait", "rivals", "rivals"]
-            kinds += ["old save", "damage"]
+            kinds += ["load", "load", "remove", "power cut", "clock", "wait", "old save", "damage"]
+            kinds += ["rivals"] * 4
             events.append(_event(dice, dice.choice(kinds), machines, place))
         return cls(
             seed,
@@ -386,7 +386,7 @@ class Player:
         assert self.training is not None
         is_disturbed = self.training.is_disturbed or self.left
         is_disturbed = is_disturbed or self.history.is_lossy or self.history.is_busy
-        if errors and not is_disturbed and event.kind != "remove":
+        if errors and not is_disturbed and event.kind not in ("remove", "damage"):
             raise ViolationError(f"{event} failed: {errors[0]!r}") from errors[0]
 
     def _end(self, training: _Training) -> None:
@@ -517,10 +517,20 @@ class Player:
             raise ViolationError(f"{flipped.path} was damaged: {value!r}") from value
         if value is not None and (step, value) not in known:
             raise ViolationError(f"{flipped.path} was damaged, and {value} was loaded")
-        results = self._command(event, lambda rank: rank.manager.latest_valid())  # type: ignore[union-attr]
+
+        def command(rank: _Rank) -> tuple[int | None, int]:
+            assert rank.manager is not None
+            valid = rank.manager.latest_valid()
+            return valid, value_of(rank.manager.load(state_of(rank.comm, None)))
+
+        results = self._command(event, command)
         flipped.flip()
         self.world.store.losses = losses
-        valid = {r for r in results.values() if not isinstance(r, Exception)}
+        given = {r for r in results.values() if not isinstance(r, Exception)}
+        valid = {step for step, _ in given}
+        values = {save[1] for state in self.oracle.states for save in state.must | state.may}
+        if not {value for _, value in given} <= values:
+            raise ViolationError(f"{flipped.path} was damaged, and {given} was loaded")
         if value is None and step in valid:
             raise ViolationError(f"{flipped.path} was damaged, and step {step} is said to be valid")
         self._note_verified(valid.pop() if len(valid) == 1 else None)

@@ -84,8 +84,8 @@ class Rivals:
         values: Sequence[int],
         done: list[int],
         refused: list[Exception],
-        overwrite: bool,  # noqa: FBT001
-        is_slow: bool,  # noqa: FBT001
+        overwrite: bool,
+        is_slow: bool,
     ) -> Launch:
         def work(comm: Comm) -> None:
             for value in values:
