@@ -261,6 +261,10 @@ class Player:
             self._remove_lock_files()
             is_calm = not (history.is_busy or history.is_lossy or self.left)
             self.rivals.save(dice, lambda: next(self.values), event.faults, calm=is_calm)
+            if event.faults:  # which may have met the machines of the training
+                self._note_verified(None)
+                if self.training is not None:
+                    self._end(self.training)
         else:
             if self.training is None:
                 self._begin(Event("launch", 0, max(1, self.history.machines)))
