@@ -496,8 +496,9 @@ _RUNS: Final = (
         "                known, begun=attempt, begun_metric=metric, begun_parent=parent\n"
         "            )\n",
         "                known, begun=attempt, begun_metric=metric, begun_parent=parent\n"
-        "            )\n        early = self.record()\n        early.commit(step, self._begun)\n"
-        "        self.apply_retention(early)\n",
+        "            )\n        last = self._retention.keep_last\n"
+        "        for old in self.history()[last - 1 :] if last else ():\n"
+        "            remove_checkpoint(self.folder(old))\n",
         "the commit between a save and what retention deletes for it",
     ),
     PlantedFault(

@@ -107,7 +107,7 @@ class History:
         for _ in range(dice.randint(2, 8)):
             kinds = ["save"] * 6 + ["async save"] * 3 + ["launch"] * 3
             kinds += ["load", "load", "remove", "power cut", "clock", "wait", "old save", "damage"]
-            kinds += ["rivals"] * 4
+            kinds += ["load"] + ["rivals"] * 3
             events.append(_event(dice, dice.choice(kinds), machines, place))
         return cls(
             seed,
@@ -603,8 +603,14 @@ class Player:
             )
         else:
             steps = {value: step for step, value in found.items()}
-            aside = set() if is_settled else self._set_aside()
-            self.oracle.check(found, steps.get(latest), is_settled=is_settled, aside=aside)
+            self.oracle.check(
+                found,
+                steps.get(latest),
+                is_settled=is_settled,
+                # In a store, the next start may have a commit to finish.
+                knows_latest=is_settled or (self.history.place == "folder" and not self.left),
+                aside=set() if is_settled else self._set_aside(),
+            )
 
     def _expect_commits(self) -> None:
         """Saves that go on, or that the next training finishes, may have committed by now."""

@@ -84,12 +84,11 @@ class State:
         found: Mapping[int, int],
         latest: int | None,
         *,
-        is_settled: bool,
+        knows_latest: bool,
         aside: Collection[int] = (),
     ) -> str:
         """What does not fit what was found: steps with their values; empty if all does.
 
-        A run is settled after a save or the start of a training, and has no old commit to finish.
         Steps that lie ``aside`` come back with the next start, if their replacement was cut off.
         """
         for step, value in sorted(found.items()):
@@ -100,7 +99,7 @@ class State:
             if found.get(step) != value and (step in found or step not in aside):
                 return f"step {step} with value {value} is lost; found {dict(found)}"
         newest = next((s for s, v in reversed(self.line) if found.get(s) == v), None)
-        if is_settled and newest is not None and latest != newest:
+        if knows_latest and newest is not None and latest != newest:
             return f"the latest step is {latest}, not {newest} of {self.line}"
         return ""
 
@@ -120,15 +119,18 @@ class Oracle:
         latest: int | None,
         *,
         is_settled: bool,
+        knows_latest: bool,
         aside: Collection[int] = (),
     ) -> None:
         """Keep the states that fit what was found.
+
+        A run is settled after a save or the start of a training, and has no old commit to finish.
 
         Raises:
             ViolationError: if none does.
         """
         problems = {
-            state: state.problem(found, latest, is_settled=is_settled, aside=aside)
+            state: state.problem(found, latest, knows_latest=knows_latest, aside=aside)
             for state in self.states
         }
         fitting = [state for state, problem in problems.items() if not problem]

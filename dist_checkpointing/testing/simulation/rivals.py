@@ -16,6 +16,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.storage.progress import Progress
 from dist_checkpointing.testing.simulation.oracle import ViolationError
 from dist_checkpointing.testing.simulation.world import Fault, Launch, World
 
@@ -46,7 +47,7 @@ class Rivals:
     def save(
         self, dice: random.Random, values: Callable[[], int], faults: Sequence[Fault], *, calm: bool
     ) -> None:
-        """Let two or three programs save at once, and look at what is there then.
+        """Let up to three programs save at once, and look at what is there then.
 
         Nothing but a rival may keep one from saving if the world is ``calm`` and has no ``faults``.
 
@@ -55,12 +56,15 @@ class Rivals:
                 got what nobody has saved, or nothing at all was saved.
         """
         overwrite = dice.random() < 0.7
-        tried = [[values() for _ in range(_TRIES)] for _ in range(dice.choice([2, 2, 3]))]
+        tried = [[values() for _ in range(_TRIES)] for _ in range(dice.choice([1, 2, 2, 3]))]
         done: list[list[int]] = [[] for _ in tried]
         refused: list[Exception] = []
         slow = dice.choice([None, None, 0])
+        begins = [0.0 if slow in (None, number) else 1.0 for number in range(len(tried))]
         launches = [
-            self._start(number, own, done[number], refused, overwrite, number == slow)
+            self._start(
+                number, own, begins[number], done[number], refused, overwrite, number == slow
+            )
             for number, own in enumerate(tried)
         ]
         reader = self.world.start(1, lambda comm: self._read(comm, tried), name="reader")
@@ -82,16 +86,18 @@ class Rivals:
         self,
         number: int,
         values: Sequence[int],
+        begins_after: float,
         done: list[int],
         refused: list[Exception],
         overwrite: bool,
         is_slow: bool,
     ) -> Launch:
         def work(comm: Comm) -> None:
+            time.sleep(begins_after)
             for value in values:
                 options: dict[str, Any] = {"overwrite": overwrite, "comm": comm}
                 if is_slow and value == values[0]:
-                    options["progress"] = lambda _: time.sleep(_LONG_SECONDS)
+                    options["progress"] = _sleep_as_it_writes
                 try:
                     save(self.state_of(comm, value), self.path, self.backend, **options)
                 except (CheckpointingException, OSError) as error:
@@ -164,3 +170,8 @@ class Rivals:
             raise ViolationError(f"a reader of {self.path} failed: {result!r}") from result
         value: int | None = result
         return value
+
+
+def _sleep_as_it_writes(progress: Progress) -> None:
+    if progress.phase == "writing":
+        time.sleep(_LONG_SECONDS)
