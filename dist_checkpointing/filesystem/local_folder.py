@@ -157,8 +157,12 @@ def make_durable_folder(path: Path) -> None:
     missing = [*itertools.takewhile(lambda above: status_of(above) is None, (path, *path.parents))]
     nearest = missing[-1].parent if missing else path
     with suppress(PermissionError):  # a folder that may not be listed cannot be synced
+        try:
+            is_empty = not os.listdir(nearest)
+        except FileNotFoundError:  # another machine has just made it, or has deleted it
+            is_empty = True
         # Whoever made it was killed before its name was durable, or has put nothing into it yet.
-        if not os.listdir(nearest):
+        if is_empty:
             fsync_folder(nearest.parent)
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)

@@ -26,11 +26,20 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import RankFailedError
 from dist_checkpointing.testing.simulation.scheduler import StuckError
 from dist_checkpointing.testing.simulation.world import OWN, SHARED, Fault, Launch, World
+from flipped_bits import FlippedBit
+from rivals import Rivals
 from run_states import Oracle, ViolationError
 
 ROWS: Final = 24
 BACKENDS: Final = ("tensorstore", "zarr", "torch_dist")
 ERRORS: Final = ("EIO", "ENOSPC", "EMFILE", "ESTALE", "EINTR")
+_OF_FOLDERS: Final = ("create", "fsync", "rename", "unlink", "flock")
+_OF_STORES: Final = ("put", "put if absent", "delete", "list")
+_OPERATIONS: Final = {
+    "folder": _OF_FOLDERS,
+    "store": _OF_STORES,
+    "fast": (*_OF_FOLDERS, *_OF_STORES),
+}
 _SETTLED_SECONDS: Final = 40.0
 """After which every machine sees what another one has done."""
 _LONGEST_SECONDS: Final = 3000.0
@@ -41,8 +50,8 @@ class Event:
     """One event of a history.
 
     Attributes:
-        kind: "launch", "save", "async save", "load", "remove", "power cut", "clock", "wait", or
-            "rival": another training goes on from the same run, and saves.
+        kind: "launch", "save", "async save", "old save", "load", "remove", "power cut", "clock",
+            "wait", "rivals" or "damage".
         seed: Of what happens in it.
         number: Ranks of a launch; which step is loaded or removed, counted from the newest.
         faults: What happens to operations of the event.
@@ -55,7 +64,7 @@ class Event:
 
     def __str__(self) -> str:
         faults = ", ".join(
-            f"{fault.kind} at operation {fault.at}"
+            f"{fault.kind} at {fault.operation or 'operation'} {fault.at}"
             + (f" for {fault.seconds:.0f} s" if fault.seconds else "")
             for fault in self.faults
         )
@@ -93,11 +102,12 @@ class History:
         dice = random.Random(seed)
         place = dice.choice(["folder", "folder", "folder", "store", "store", "fast"])
         machines = dice.choice([1, 1, 2, 2, 3, 4])
-        events = [_event(dice, "launch")]
+        events = [_event(dice, "launch", place)]
         for _ in range(dice.randint(2, 8)):
             kinds = ["save"] * 6 + ["async save"] * 3 + ["launch"] * 3
-            kinds += ["load", "load", "remove", "power cut", "clock", "wait", "rival"]
-            events.append(_event(dice, dice.choice(kinds)))
+            kinds += ["load", "load", "remove", "power cut", "clock", "wait", "old save", "damage"]
+            kinds += ["load"] + ["rivals"] * 3
+            events.append(_event(dice, dice.choice(kinds), place))
         return cls(
             seed,
             place,
@@ -153,21 +163,24 @@ def shortest(history: History) -> History:
         history = found
 
 
-def _event(dice: random.Random, kind: str) -> Event:
+def _event(dice: random.Random, kind: str, place: str) -> Event:
     faults = []
-    if kind in ("launch", "save", "async save", "load", "remove", "rival") and dice.random() < 0.5:
-        at = int(10 ** dice.uniform(0, 2.4)) - 1
+    faulty = ("launch", "save", "async save", "load", "remove", "rivals")
+    if kind in faulty and dice.random() < 0.5:
+        # Every second one is near where it matters: what a protocol does happens in few operations.
+        operation = dice.choice(["", dice.choice(_OPERATIONS[place])])
+        at = int(10 ** dice.uniform(0, 1.3 if operation else 2.4)) - 1
         what = dice.choice(["kill", "kill", "kill machine", "kill all", "power", "freeze", "error"])
         seconds = 0.0
         if what == "freeze":
             seconds = 10.0 ** dice.uniform(0, 3)
         elif what == "error":
             what = dice.choice(ERRORS)
-        faults.append(Fault(at, what, seconds))
+        faults.append(Fault(at, what, seconds, operation))
     number = 0
     if kind == "launch":
         number = dice.choice([1, 1, 2, 2, 3, 4, 8])
-    elif kind in ("load", "remove"):
+    elif kind in ("load", "remove", "damage"):
         number = dice.randint(0, 3)
     return Event(kind, dice.randrange(1 << 30), number, tuple(faults))
 
@@ -238,6 +251,8 @@ class Player:
         self.left: list[_Training] = []
         self.uncertain: list[tuple[tuple[int, int], int | None]] = []
         self.root = {"folder": f"{SHARED}/run"}.get(history.place, "s3://bucket/run")
+        side = f"{SHARED}/rivals" if history.place == "folder" else "s3://bucket/rivals"
+        self.rivals = Rivals(world, side, history.backend, state_of, value_of)
         world.shared.has_flock = history.has_flock
         world.store.losses = 0.05 if history.is_lossy else 0.0
         world.store.late_seconds = 20.0 if history.is_lossy else 0.0
@@ -263,49 +278,73 @@ class Player:
         self._check(is_settled=True, is_last=True)
 
     def _play(self, event: Event) -> None:
-        dice = self.world.scheduler.random
         if event.kind == "launch":
             if self.training is not None:
                 self._end(self.training)
             self._begin(event)
-        elif event.kind == "power cut":
-            names = [*self.world.machines]
-            self.world.lose_power(dice.sample(names, dice.randint(1, len(names))))
+            return
+        of_world = {
+            "power cut": self._cut_power,
+            "clock": self._jump,
+            "wait": lambda _: self._pass(10.0 ** self.world.scheduler.random.uniform(0, 3.5)),
+            "rivals": self._let_rivals_save,
+        }
+        if event.kind in of_world:
+            of_world[event.kind](event)
+            return
+        if self.training is None:
+            self._begin(Event("launch", 0, max(1, self.history.machines)))
+        if self.training is not None:
+            self._finish_pending()
+        if self.training is not None:
+            {
+                "save": self._save,
+                "async save": self._save,
+                "load": self._load,
+                "remove": self._remove,
+                "old save": self._save_old,
+                "damage": self._damage,
+            }[event.kind](event)
+
+    def _cut_power(self, _: Event) -> None:
+        dice, names = self.world.scheduler.random, [*self.world.machines]
+        self.world.lose_power(dice.sample(names, dice.randint(1, len(names))))
+        self._note_verified(None)
+        if self.training is not None:
+            self._end(self.training)
+
+    def _jump(self, _: Event) -> None:
+        dice = self.world.scheduler.random
+        machine = dice.choice([*self.world.machines.values()])
+        machine.clock_error = dice.choice([-1, 1]) * 10.0 ** dice.uniform(0, 7)
+
+    def _let_rivals_save(self, event: Event) -> None:
+        history = self.history
+        self._remove_lock_files()
+        is_calm = not (history.is_busy or history.is_lossy or self.left)
+        dice = self.world.scheduler.random
+        self.rivals.save(dice, lambda: next(self.values), event.faults, calm=is_calm)
+        if event.faults:  # which may have met the machines of the training
+            self._note_verified(None)
             if self.training is not None:
                 self._end(self.training)
-        elif event.kind == "clock":
-            machine = dice.choice([*self.world.machines.values()])
-            machine.clock_error = dice.choice([-1, 1]) * 10.0 ** dice.uniform(0, 7)
-        elif event.kind == "wait":
-            self._pass(10.0 ** dice.uniform(0, 3.5))
-        else:
-            if self.training is None:
-                self._begin(Event("launch", 0, max(1, self.history.machines)))
-            if self.training is not None:
-                self._finish_pending()
-            if self.training is not None:
-                {
-                    "save": self._save,
-                    "async save": self._save,
-                    "load": self._load,
-                    "remove": self._remove,
-                    "rival": self._rival,
-                }[event.kind](event)
 
     def _pass(self, seconds: float) -> None:
         self.world.scheduler.wait(lambda: False, seconds)
 
+    def _remove_lock_files(self) -> None:
+        """Remove, as people do, what locks nothing any more where there is no flock."""
+        if not self.history.has_flock and not self.left:
+            self.world.shared.remove(lambda name: name.startswith(".dckpt.lock"))
+
     def _begin(self, event: Event) -> None:
         """Start a training, which goes on from the newest step."""
         self._pass(_SETTLED_SECONDS)
-        if not self.history.has_flock and not self.left:
-            self.world.shared.remove(lambda name: name.startswith(".dckpt.lock"))
+        self._remove_lock_files()
         ranks = max(1, event.number)
         names = [*self.world.machines]
         if self.history.place == "fast":
-            ranks = {1: 1, 2: 2, 3: 3, 4: 4}[len(names)] * (
-                2 if ranks > 2 and len(names) != 3 else 1
-            )
+            ranks = len(names) * (2 if ranks > 2 and len(names) != 3 else 1)
         else:
             self.world.scheduler.random.shuffle(names)
         training = _Training()
@@ -350,6 +389,7 @@ class Player:
             self.oracle.move(state for state in self.oracle.states if found & state.newest)
             training.position = next((save[0] for save in found if save is not None), None)
             self.uncertain = []
+        self._note_verified(training.position if loaded else None)
 
     def _command(self, event: Event, command: Command) -> dict[int, Any]:
         """What the ranks return or raise; the training is ended if one does not."""
@@ -373,6 +413,8 @@ class Player:
         )
         if event.kind != "async save":  # whose faults may come later
             self.world.arm(())
+        if any(fault.kind == "power" for fault in event.faults):
+            self._note_verified(None)
         seconds = self.world.scheduler.now - begun
         if seconds >= _LONGEST_SECONDS:
             raise ViolationError(f"{event} took {seconds:.0f} s")
@@ -396,7 +438,7 @@ class Player:
         assert self.training is not None
         is_calm = not (self.training.is_disturbed or self.left)
         is_calm = is_calm and not (self.history.is_lossy or self.history.is_busy)
-        if errors and is_calm and event.kind != "remove":
+        if errors and is_calm and event.kind not in ("remove", "damage"):
             raise ViolationError(f"{event} failed: {errors[0]!r}") from errors[0]
 
     def _end(self, training: _Training) -> None:
@@ -439,6 +481,9 @@ class Player:
             state = state_of(rank.comm, save[1])
             if is_async:
                 manager.async_save(save[0], state)
+                for name in ("rows", "same"):  # the training goes on
+                    state[name].data.fill_(-2.0)
+                state["object"].data["value"] = -2
             else:
                 manager.save(save[0], state)
 
@@ -455,19 +500,6 @@ class Player:
         if is_done:
             training.position = save[0]
             training.pending = save if is_async else None
-
-    def _rival(self, event: Event) -> None:
-        """Let another training of the same run begin, save and end while this one waits."""
-        first = self.training
-        assert first is not None
-        assert first.launch is not None
-        self._begin(Event("launch", event.seed, 1))
-        if self.training is not None:
-            self._save(replace(event, kind="save"))
-        if self.training is not None:
-            self._end(self.training)
-        if not any(process.is_dead for process in first.launch.processes):
-            self.training, first.is_disturbed = first, True
 
     def _load(self, event: Event) -> None:
         training = self.training
@@ -486,6 +518,82 @@ class Player:
             if not any((step, value) in state.must | state.may for state in self.oracle.states):
                 raise ViolationError(f"step {step} was loaded with value {value}")
             training.position = step
+
+    def _save_old(self, event: Event) -> None:
+        """Save a step that the run has passed, which must be refused."""
+        training, dice = self.training, self.world.scheduler.random
+        assert training is not None
+        if training.position is None:
+            return
+        step, value = dice.randint(0, training.position), next(self.values)
+
+        def command(rank: _Rank) -> str | None:
+            assert rank.manager is not None
+            try:
+                rank.manager.save(step, state_of(rank.comm, value))
+            except RankFailedError:
+                raise
+            except CheckpointingException as error:
+                return str(error)
+            return None
+
+        results = self._command(event, command)
+        if None in results.values():
+            raise ViolationError(f"step {step} was saved after step {training.position}")
+
+    def _damage(self, event: Event) -> None:
+        """Flip a bit of a step, which a verified load must not return, nor ``latest_valid``."""
+        known = {save for state in self.oracle.states for save in state.must}
+        steps = sorted(step for step, _ in known)
+        if not steps or self.history.place == "fast":
+            return
+        dice = self.world.scheduler.random
+        step = steps[-1 - min(event.number, len(steps) - 1)]
+        flipped = FlippedBit.chosen(self.world, f"run/step-{step:08d}/", dice)
+        if flipped is None:
+            return
+        losses, self.world.store.losses = self.world.store.losses, 0.0
+        flipped.flip()
+        path = f"{self.root}/step-{step:08d}"
+
+        def look(comm: Comm) -> int | None:
+            try:
+                return value_of(load(state_of(comm, None), path, comm=comm, verify=True))
+            except RankFailedError:
+                raise
+            except CheckpointingException:
+                return None
+
+        value = self.world.launch(1, look, name="reader").results[0]
+        if isinstance(value, Exception):
+            raise ViolationError(f"{flipped.path} was damaged: {value!r}") from value
+        if value is not None and (step, value) not in known:
+            raise ViolationError(f"{flipped.path} was damaged, and {value} was loaded")
+
+        def command(rank: _Rank) -> tuple[int | None, int]:
+            assert rank.manager is not None
+            valid = rank.manager.latest_valid()
+            return valid, value_of(rank.manager.load(state_of(rank.comm, None)))
+
+        results = self._command(event, command)
+        flipped.flip()
+        self.world.store.losses = losses
+        given = {r for r in results.values() if not isinstance(r, Exception)}
+        valid = {step for step, _ in given}
+        values = {save[1] for state in self.oracle.states for save in state.must | state.may}
+        if not {value for _, value in given} <= values:
+            raise ViolationError(f"{flipped.path} was damaged, and {given} was loaded")
+        if value is None and step in valid:
+            raise ViolationError(f"{flipped.path} was damaged, and step {step} is said to be valid")
+        self._note_verified(valid.pop() if len(valid) == 1 else None)
+        if self.training is not None:
+            self._end(self.training)
+
+    def _note_verified(self, step: int | None) -> None:
+        """Note that a step was verified; None if it is not known which are."""
+        # Who goes on later may write down again what it knew before.
+        step = None if self.left else step
+        self.oracle.move(state.with_verified(step) for state in self.oracle.states)
 
     def _remove(self, event: Event) -> None:
         steps = sorted({save[0] for state in self.oracle.states for save in state.must})
@@ -522,7 +630,8 @@ class Player:
                     template = state_of(comm, None)
                     path = f"{self.root}/step-{step:08d}"
                     found[step] = value_of(load(template, path, comm=comm, verify=True))
-                self.seen[step, files] = found[step]
+                if found[step] is not None:  # else it may be seen later
+                    self.seen[step, files] = found[step]
             try:
                 latest = value_of(load(state_of(comm, None), f"{self.root}@latest", comm=comm))
             except CheckpointNotFoundError:
@@ -542,7 +651,14 @@ class Player:
             )
         else:
             steps = {value: step for step, value in found.items()}
-            self.oracle.check(found, steps.get(latest), is_settled=is_settled)
+            self.oracle.check(
+                found,
+                steps.get(latest),
+                is_settled=is_settled,
+                # In a store, the next start may have a commit to finish.
+                knows_latest=is_settled or (self.history.place == "folder" and not self.left),
+                aside=set() if is_settled else self._set_aside(),
+            )
 
     def _expect_commits(self) -> None:
         """Saves that go on, or that the next training finishes, may have committed by now."""
@@ -552,6 +668,12 @@ class Player:
             keep = self.history.keep_last
             after = [s.saved(save, position, keep) for s in states if save not in s.must]
             self.oracle.move(states, after, [s.left(save) for s in states])
+
+    def _set_aside(self) -> set[int]:
+        """The steps that a save was about to replace, and has set aside."""
+        paths = (path for path, _ in self.world.shared.tree())
+        names = (re.search(r"/step-(\d{8})\.replaced$", path) for path in paths)
+        return {int(match[1]) for match in names if match is not None}
 
     def _steps(self) -> dict[int, frozenset[Any]]:
         """The folders of steps, and what tells whether anything in them has changed."""

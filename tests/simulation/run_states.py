@@ -25,11 +25,13 @@ class State:
         line: The saves that the newest one has grown from, and itself, oldest first.
         must: Saves that can be loaded.
         may: Saves that can be loaded, or are gone.
+        verified: Saves that were read back and compared; retention keeps the newest of the line.
     """
 
     line: tuple[Saved, ...] = ()
     must: frozenset[Saved] = frozenset()
     may: frozenset[Saved] = frozenset()
+    verified: frozenset[Saved] = frozenset()
 
     def saved(self, save: Saved, position: int | None, keep_last: int | None) -> State:
         """After a save has committed, of a training that had come to ``position``."""
@@ -38,7 +40,9 @@ class State:
         must = {old for old in self.must if old[0] != save[0]} | {save}
         may = {old for old in self.may if old[0] != save[0]}
         kept = {*(line if keep_last is None else line[-keep_last:])}
-        return State(line, frozenset(must & kept), frozenset(may | (must - kept)))
+        verified = frozenset(old for old in self.verified if old[0] != save[0])
+        kept |= {*[old for old in line if old in verified][-1:]}
+        return State(line, frozenset(must & kept), frozenset(may | (must - kept)), verified)
 
     def left(self, save: Saved) -> State:
         """After a save was interrupted, or has ended when others had gone on.
@@ -56,11 +60,17 @@ class State:
             return frozenset(save for save in saves if save[0] != step)
 
         line = tuple(save for save in self.line if save[0] != step)
-        return State(line, others(self.must), others(self.may))
+        return State(line, others(self.must), others(self.may), others(self.verified))
 
     def weakened(self) -> State:
         """After something that all saves may be lost by."""
         return State(self.line, frozenset(), self.must | self.may)
+
+    def with_verified(self, step: int | None) -> State:
+        """After a step was verified; None if it is not known what is noted as verified."""
+        if step is None:
+            return replace(self, verified=frozenset())
+        return replace(self, verified=self.verified | {s for s in self.line if s[0] == step})
 
     @property
     def newest(self) -> set[Saved | None]:
@@ -73,20 +83,27 @@ class State:
                 found.add(save)
         return found | {None}
 
-    def problem(self, found: Mapping[int, int], latest: int | None, *, is_settled: bool) -> str:
+    def problem(
+        self,
+        found: Mapping[int, int],
+        latest: int | None,
+        *,
+        knows_latest: bool,
+        aside: Collection[int] = (),
+    ) -> str:
         """What does not fit what was found: steps with their values; empty if all does.
 
-        A run is settled after a save or the start of a training, and has no old commit to finish.
+        Steps that lie ``aside`` come back with the next start, if their replacement was cut off.
         """
         for step, value in sorted(found.items()):
             if (step, value) not in self.must | self.may:
                 known = sorted(self.must | self.may)
                 return f"step {step} holds value {value}, where only {known} were committed"
         for step, value in sorted(self.must):
-            if found.get(step) != value:
+            if found.get(step) != value and (step in found or step not in aside):
                 return f"step {step} with value {value} is lost; found {dict(found)}"
         newest = next((s for s, v in reversed(self.line) if found.get(s) == v), None)
-        if is_settled and newest is not None and latest != newest:
+        if knows_latest and newest is not None and latest != newest:
             return f"the latest step is {latest}, not {newest} of {self.line}"
         return ""
 
@@ -100,14 +117,25 @@ class Oracle:
     def move(self, *choices: Collection[State] | Iterable[State]) -> None:
         self.states = frozenset(state for choice in choices for state in choice)
 
-    def check(self, found: Mapping[int, int], latest: int | None, *, is_settled: bool) -> None:
+    def check(
+        self,
+        found: Mapping[int, int],
+        latest: int | None,
+        *,
+        is_settled: bool,
+        knows_latest: bool,
+        aside: Collection[int] = (),
+    ) -> None:
         """Keep the states that fit what was found.
+
+        A run is settled after a save or the start of a training, and has no old commit to finish.
 
         Raises:
             ViolationError: if none does.
         """
         problems = {
-            state: state.problem(found, latest, is_settled=is_settled) for state in self.states
+            state: state.problem(found, latest, knows_latest=knows_latest, aside=aside)
+            for state in self.states
         }
         fitting = [state for state, problem in problems.items() if not problem]
         if not fitting:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -66,6 +66,24 @@ class SimulatedStore:
     def etags(self, url: str) -> dict[str, str]:
         """The ETags of the objects of a bucket, such as ``s3://bucket``, by their keys."""
         return {key: stored.etag for key, stored in self._of(_Client(url)).items()}
+
+    def sizes(self, part: str) -> dict[str, int]:
+        """The size of each object whose ``bucket/key`` has such a part, by its URL."""
+        urls = {
+            f"{url}/{key}": o
+            for url, objects in self._buckets.items()
+            for key, o in objects.items()
+        }
+        return {url: len(stored.data) for url, stored in urls.items() if part in url}
+
+    def flip(self, url: str, position: int, bit: int) -> None:
+        """Flip a bit of an object, which nothing tells."""
+        scheme, _, path = url.partition("://")
+        bucket, _, key = path.partition("/")
+        objects = self._buckets[f"{scheme}://{bucket}"]
+        data = bytearray(objects[key].data)
+        data[position] ^= 1 << bit
+        objects[key] = replace(objects[key], data=bytes(data))
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The functions that stand in, by the names of those that they stand in for."""

@@ -18,6 +18,7 @@ import os
 import random
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,15 +67,17 @@ class Fault:
     """What happens at one operation of the processes of a launch.
 
     Attributes:
-        at: Number of the operation, from 0.
+        at: Number of the operation, from 0; of those called ``operation``, if that is not empty.
         kind: ``"kill"`` the process, ``"kill machine"``, ``"kill all"``, ``"freeze"`` the process
             for ``seconds``, or the name of an error, such as ``"EIO"``.
         seconds: See ``kind``.
+        operation: See ``at``.
     """
 
     at: int
     kind: str
     seconds: float = 0.0
+    operation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ class World:
         self.shorts = shorts
         self.log: list[Operation] = []
         self.faults: list[Fault] = []
-        self.counted = 0
+        self.counted = Counter[str]()
         self._keeps_log = keeps_log
         self._targets: Launch | None = None
         self._pids = itertools.count(10**6 + 1000 * next(_worlds))
@@ -292,14 +295,15 @@ class World:
         self.scheduler.pause()
         self.note(operation, path)
         if self._targets is not None and process in self._targets.processes:
-            number, self.counted = self.counted, self.counted + 1
+            numbers = {name: self.counted[name] for name in ("", operation)}
+            self.counted.update(numbers.keys())
             for fault in self.faults:
-                if fault.at == number:
+                if fault.at == numbers.get(fault.operation):
                     self._happen(fault, process, operation, path)
 
     def arm(self, faults: Iterable[Fault], launch: Launch | None = None) -> None:
         """Count the operations of a launch anew, and let these faults happen at theirs."""
-        self.faults, self.counted, self._targets = [*faults], 0, launch
+        self.faults, self.counted, self._targets = [*faults], Counter(), launch
 
     def _happen(self, fault: Fault, process: Process, operation: str, path: str) -> None:
         self.note(operation, path, fault.kind)
