@@ -246,7 +246,8 @@ class Player:
         self.world, self.history = world, history
         self.oracle = Oracle()
         self.values = count(1)
-        self.seen: dict[tuple[int, frozenset[Any]], int | None] = {}
+        self.seen: dict[tuple[int, frozenset[Any]], int] = {}
+        self.looked: tuple[frozenset[Any], dict[int, int], int | None] | None = None
         self.training: _Training | None = None
         self.left: list[_Training] = []
         self.uncertain: list[tuple[tuple[int, int], int | None]] = []
@@ -275,7 +276,7 @@ class Player:
         self._begin(Event("launch", 0, self.history.machines))
         self._check(is_settled=True)
         self._save(Event("save", 0))
-        self._check(is_settled=True, is_last=True)
+        self._check(is_settled=True)
 
     def _play(self, event: Event) -> None:
         if event.kind == "launch":
@@ -611,45 +612,15 @@ class Player:
         is_done = any(not isinstance(result, Exception) for result in results.values())
         self.oracle.move(removed) if is_done else self.oracle.move(before, removed)
 
-    def _check(self, *, is_settled: bool, is_last: bool = False) -> None:
-        """Look at the run as a reader on some machine does."""
-        del is_last
+    def _check(self, *, is_settled: bool) -> None:
+        """Look at the run as a reader on some machine does, if anything has changed."""
         self._expect_commits()
         self._pass(_SETTLED_SECONDS)
-        dice = self.world.scheduler.random
-        machine = dice.choice([*self.world.machines])
-
-        def look(comm: Comm) -> tuple[dict[int, int | None], int | None]:
-            found = dict[int, int | None]()
-            for step, files in self._steps().items():
-                if (step, files) in self.seen:
-                    found[step] = self.seen[step, files]
-                    continue
-                found[step] = None
-                with suppress(CheckpointNotFoundError):
-                    template = state_of(comm, None)
-                    path = f"{self.root}/step-{step:08d}"
-                    found[step] = value_of(load(template, path, comm=comm, verify=True))
-                if found[step] is not None:  # else it may be seen later
-                    self.seen[step, files] = found[step]
-            try:
-                latest = value_of(load(state_of(comm, None), f"{self.root}@latest", comm=comm))
-            except CheckpointNotFoundError:
-                latest = None
-            return found, latest
-
-        losses, self.world.store.losses = self.world.store.losses, 0.0
-        result = self.world.launch(1, look, name="reader", machines=[machine]).results[0]
-        self.world.store.losses = losses
-        if isinstance(result, Exception):
-            raise ViolationError(f"a reader failed: {result!r}") from result
-        looked, latest = result
-        found = {step: value for step, value in looked.items() if value is not None}
-        if self.history.place == "fast":
-            self.oracle.states = (
-                frozenset(s.weakened() for s in self.oracle.states) and self.oracle.states
-            )
-        else:
+        files = self._files()
+        if self.looked is None or self.looked[0] != files:
+            self.looked = files, *self._look()
+        _, found, latest = self.looked
+        if self.history.place != "fast":  # steps may be on the disks alone
             steps = {value: step for step, value in found.items()}
             self.oracle.check(
                 found,
@@ -659,6 +630,33 @@ class Player:
                 knows_latest=is_settled or (self.history.place == "folder" and not self.left),
                 aside=set() if is_settled else self._set_aside(),
             )
+
+    def _look(self) -> tuple[dict[int, int], int | None]:
+        """The value of each step that can be loaded, and that of the latest."""
+
+        def look(comm: Comm) -> tuple[dict[int, int], int | None]:
+            for step, files in self._steps().items():
+                if (step, files) not in self.seen:
+                    with suppress(CheckpointNotFoundError):  # it may be seen later
+                        template = state_of(comm, None)
+                        path = f"{self.root}/step-{step:08d}"
+                        loaded = load(template, path, comm=comm, verify=True)
+                        self.seen[step, files] = value_of(loaded)
+            steps = self._steps().items()
+            found = {step: self.seen[step, f] for step, f in steps if (step, f) in self.seen}
+            with suppress(CheckpointNotFoundError):
+                loaded = load(state_of(comm, None), f"{self.root}@latest", comm=comm)
+                return found, value_of(loaded)
+            return found, None
+
+        losses, self.world.store.losses = self.world.store.losses, 0.0
+        machine = self.world.scheduler.random.choice([*self.world.machines])
+        result = self.world.launch(1, look, name="reader", machines=[machine]).results[0]
+        self.world.store.losses = losses
+        if isinstance(result, Exception):
+            raise ViolationError(f"a reader failed: {result!r}") from result
+        found, latest = result
+        return found, latest
 
     def _expect_commits(self) -> None:
         """Saves that go on, or that the next training finishes, may have committed by now."""
@@ -675,19 +673,21 @@ class Player:
         names = (re.search(r"/step-(\d{8})\.replaced$", path) for path in paths)
         return {int(match[1]) for match in names if match is not None}
 
-    def _steps(self) -> dict[int, frozenset[Any]]:
-        """The folders of steps, and what tells whether anything in them has changed."""
-        files: list[tuple[str, Any]]
+    def _files(self) -> frozenset[tuple[str, Any]]:
+        """Every file of the run, and what tells whether it has changed."""
+        files: list[tuple[str, Any]] = [*self.world.store.etags("s3://bucket").items()]
         if self.history.place == "folder":
             tree = self.world.shared.tree()
             files = [(path, (inode.number, inode.changed)) for path, inode in tree]
-        else:
-            files = [*self.world.store.etags("s3://bucket").items()]
+        return frozenset(file for file in files if "/beats/" not in file[0])
+
+    def _steps(self) -> dict[int, frozenset[Any]]:
+        """The folders of steps, and the files in each."""
         steps = dict[int, set[Any]]()
-        for path, mark in files:
-            match = re.search(r"\brun/step-(\d{8})/", path)
-            if match is not None and "/beats/" not in path:
-                steps.setdefault(int(match[1]), set()).add((path, mark))
+        for file in self._files():
+            match = re.search(r"\brun/step-(\d{8})/", file[0])
+            if match is not None:
+                steps.setdefault(int(match[1]), set()).add(file)
         return {step: frozenset(marks) for step, marks in sorted(steps.items())}
 
 

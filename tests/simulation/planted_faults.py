@@ -705,7 +705,8 @@ def find(fault: PlantedFault, histories: int = HISTORIES, seconds: float = 3600.
         module = package / fault.file
         module.write_text(fault.planted(module.read_text()))
         given = [sys.executable, "-c", _PROGRAM, fault.place, str(histories), "0"]
-        environment = {**os.environ, "PYTHONPATH": folder, "PYTHONHASHSEED": "0"}
+        paths = os.pathsep.join([folder, str(Path(__file__).parent)])
+        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
         try:
             done = subprocess.run(
                 given,

@@ -62,10 +62,6 @@ class State:
         line = tuple(save for save in self.line if save[0] != step)
         return State(line, others(self.must), others(self.may), others(self.verified))
 
-    def weakened(self) -> State:
-        """After something that all saves may be lost by."""
-        return State(self.line, frozenset(), self.must | self.may)
-
     def with_verified(self, step: int | None) -> State:
         """After a step was verified; None if it is not known what is noted as verified."""
         if step is None:
