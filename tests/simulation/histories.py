@@ -621,7 +621,7 @@ class Player:
             self.looked = files, *self._look()
         _, found, latest = self.looked
         if self.history.place != "fast":  # steps may be on the disks alone
-            steps = {value: step for step, value in found.items()}
+            steps: dict[int | None, int] = {value: step for step, value in found.items()}
             self.oracle.check(
                 found,
                 steps.get(latest),
