@@ -17,6 +17,7 @@ from dist_checkpointing import (
     CheckpointingException,
     CheckpointManager,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     Retention,
     ShardedObject,
     ShardedTensor,
@@ -652,6 +653,10 @@ class Player:
         losses, self.world.store.losses = self.world.store.losses, 0.0
         machine = self.world.scheduler.random.choice([*self.world.machines])
         result = self.world.launch(1, look, name="reader", machines=[machine]).results[0]
+        if isinstance(result, CorruptCheckpointError) and self.history.is_late:
+            # What was frozen may just have committed files that this machine does not see yet.
+            self._pass(_SETTLED_SECONDS)
+            result = self.world.launch(1, look, name="reader", machines=[machine]).results[0]
         self.world.store.losses = losses
         if isinstance(result, Exception):
             raise ViolationError(f"a reader failed: {result!r}") from result
