@@ -590,10 +590,12 @@ _RUNS: Final = (
 _RANKS: Final = (
     PlantedFault(
         "error of a rank not raised",
-        "storage/driver.py",
-        "        written = write_local()\n",
-        "        try:\n            written = write_local()\n        except OSError:\n"
-        "            written = Written()\n",
+        "serialization/save_steps.py",
+        "            written = driver.write_plan("
+        "self._local_plan, self.planner, self.writer, self.rank)\n",
+        "            try:\n                written = driver.write_plan("
+        "self._local_plan, self.planner, self.writer, self.rank)\n"
+        "            except OSError:\n                written = driver.Written()\n",
         "the errors that ranks meet as they write",
     ),
     PlantedFault(

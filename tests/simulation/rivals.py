@@ -78,6 +78,9 @@ class Rivals:
                     raise ViolationError(f"a rival raised {error!r}") from error
         if isinstance(error := reader.results.get(0), ViolationError):
             raise error
+        num_done = sum(map(len, done))
+        if not overwrite and num_done > (None in self.may_be):
+            raise ViolationError(f"{num_done} saves have ended well without overwrite")
         if calm and not faults:
             self._judge(refused, done, overwrite=overwrite)
         self._expect(tried, done, overwrite=overwrite, is_calm=calm and not faults)
@@ -126,10 +129,7 @@ class Rivals:
                 raise ViolationError(f"a rival was refused by {error!r}") from error
             if "taken over" in str(error):
                 raise ViolationError(f"a save that is alive was ended: {error}") from error
-        num_done = sum(map(len, done))
-        if not overwrite and num_done > (None in self.may_be):
-            raise ViolationError(f"{num_done} saves have ended well without overwrite")
-        if not num_done and (overwrite or self.may_be == {None}):
+        if not any(done) and (overwrite or self.may_be == {None}):
             raise ViolationError(f"nobody could save: {refused}")
 
     def _expect(
