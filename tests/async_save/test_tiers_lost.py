@@ -31,7 +31,6 @@ from faults import (
     store_waiting,
     without_waiting,
 )
-from real_ranks import run_script
 from split_disks import (
     check,
     check_newest,
@@ -466,46 +465,3 @@ def test_what_needs_one_folder_is_refused(tmp_path: Path) -> None:
 
     run_ranks(4, train)
     assert steps_in(root) == [1]
-
-
-@pytest.mark.exhaustive  # eleven seconds
-def test_processes_on_two_machines(
-    tmp_path: Path, s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = s3_place.store.options
-    for name, value in (
-        ("ENDPOINT_URL", options.endpoint),
-        ("ACCESS_KEY_ID", options.access_key_id),
-        ("SECRET_ACCESS_KEY", options.secret_access_key),
-        ("REGION", options.region),
-    ):
-        monkeypatch.setenv(f"AWS_{name}", str(value))
-    script = Path(__file__).with_name("split_script.py")
-
-    def run(ranks: int, action: str, steps: str) -> list[Any]:
-        return run_script(
-            ranks,
-            *(script, tmp_path / "disks", s3_place, action, steps),
-            reports=tmp_path / f"{action}{ranks}",
-            timeout_seconds=100,
-        )
-
-    def check_loaded(found: list[Any], step: int) -> None:
-        rows = torch.arange(40.0).reshape(8, 5) + step
-        assert [named for named, _ in found] == [step] * len(found)
-        assert torch.equal(torch.cat([torch.tensor(part) for _, part in found]), rows)
-
-    run(4, "SAVE", "[1, 2]")
-    run(4, "DIE", "[3]")
-    assert steps_in_store(s3_place) == [1, 2]
-    check_loaded(run(2, "LOAD", "[]"), 2)  # without the other disk
-    check_loaded(run(4, "LOAD", "[]"), 3)
-    assert steps_in_store(s3_place) == [1, 2, 3]
-    shutil.rmtree(tmp_path / "disks/node0")
-    check_loaded(run(4, "LOAD", "[4]"), 3)
-    assert steps_in_store(s3_place) == [1, 2, 3, 4]
-
-
-def steps_in_store(root: ObjectPath) -> list[int]:
-    with CheckpointManager(root) as manager:
-        return manager.steps()
