@@ -24,7 +24,6 @@ import pytest
 
 from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.object_store_locks import THREAD
-from dist_checkpointing.manager import tier_copies
 
 Act = Callable[..., Any]
 LOOKS = tuple(f"os.{name}" for name in ("open", "stat", "scandir", "preadv", "pread", "listdir"))
@@ -211,15 +210,6 @@ def full_disk() -> Iterator[None]:
 def without_waiting() -> Iterator[None]:
     """Let nobody sleep, before another try or while a dead claim is watched."""
     with replaced("time.sleep", lambda *_: None):
-        yield
-
-
-@contextmanager
-def short_waits(silent_seconds: float = 1.0) -> Iterator[None]:
-    """Let the copies of a run into its store give a silent disk up early, and ranks meet often."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tier_copies, "SILENT_SECONDS", silent_seconds)
-        patch.setattr(tier_copies, "MEETING_SECONDS", 0.01)
         yield
 
 

@@ -4,8 +4,6 @@ Whatever happens, a reader finds the old value of everything or the new one, the
 and nothing is left over in the end that would not be there without the interruption.
 """
 
-import gc
-import importlib
 import itertools
 import re
 import zlib
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import torch
 
 from dist_checkpointing import (
     CheckpointExistsError,
@@ -34,7 +31,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import LOCK_NAME
 from dist_checkpointing.format import remove_checkpoint
 from dist_checkpointing.testing.simulation.world import OWN, SHARED, Fault, Launch, World
-from states import rows, shard
+from simulated_states import loaded_from, state_of, value_of
 from tiers import share
 
 Act = Callable[[Comm], Any]
@@ -43,18 +40,6 @@ STORE, STORED_RUN = "s3://bucket/c", "s3://bucket/run"
 BACKENDS: Final = ("tensorstore", "zarr", ("zarr", 1), "torch_dist")
 FOR_EVER: Final = 1e9
 """Seconds of a rank that goes on when the test says so."""
-
-
-def state_of(comm: Comm, value: int | None) -> dict[str, Any]:
-    """What a rank saves, of which everything is one value; or a template."""
-    number = -1.0 if value is None else float(value)
-    same = shard("optimizer.same", torch.full((3,), number), replica_id=comm.rank)
-    return {"rows": rows("rows", torch.full((4, 2), number), comm), "same": same, "value": number}
-
-
-def value_of(loaded: Any) -> int:
-    (value,) = {*loaded["rows"].flatten().tolist(), *loaded["same"].tolist(), loaded["value"]}
-    return int(value)
 
 
 def saves(value: int, root: str = FOLDER, backend: Any = "zarr", **options: Any) -> Act:
@@ -110,7 +95,7 @@ def run_at(root: str, **options: Any) -> Act:
     def look(comm: Comm) -> tuple[list[int], int | None]:
         manager = CheckpointManager(root, comm=comm, **options)
         steps = manager.steps()
-        values = [value_of(manager.load(state_of(comm, None), step)) for step in steps]
+        values = [loaded_from(manager, comm, step) for step in steps]
         assert manager.latest() == manager.latest_valid()
         return values, manager.latest()
 
@@ -320,17 +305,6 @@ class Play:
 
 def _nameless(path: str) -> str:
     return re.sub(r"[0-9a-f]{8,}|(?<=claims/)\d+|(?<=commits/)\d+", "*", path)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def settled() -> Iterator[None]:
-    """Nothing is imported in a world, and what is there already is no garbage of it."""
-    for name in ("tensorstore", "zarr", "torch_dist"):
-        importlib.import_module(f"dist_checkpointing.strategies.{name}")
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def kinds_of(scenario: Scenario) -> Iterator[str]:
