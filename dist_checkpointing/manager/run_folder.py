@@ -337,19 +337,24 @@ class RunFolder:
             CheckpointingException: if no manager of this root wrote it, or if it is the last
                 verified one.
         """
-        with self._changing() as record:
-            attempt = record.steps.get(step, StepRecord()).attempt
-            problem = "no manager of this root wrote it"
-            if step == record.last_verified:
-                problem = "it is the last checkpoint that is known to be valid"
-            elif attempt is not None:
-                with suppress(CheckpointNotFoundError):
-                    self._remove(step, attempt)
-                    problem = ""
-            if problem:
-                finding = Finding(problem, path=str(self.folder(step)), remedy="Delete it by hand.")
-                raise CheckpointingException(f"step {step} is not deleted", [finding])
-            record.forget(step)
+        record = self.record()
+        attempt = record.steps.get(step, StepRecord()).attempt
+        problem = "no manager of this root wrote it"
+        if step == record.last_verified:
+            problem = "it is the last checkpoint that is known to be valid"
+        elif attempt is not None:
+            with suppress(CheckpointNotFoundError):
+                self._remove(step, attempt)
+                problem = ""
+        if problem:
+            finding = Finding(problem, path=str(self.folder(step)), remedy="Delete it by hand.")
+            raise CheckpointingException(f"step {step} is not deleted", [finding])
+        # Read anew: other managers may have saved steps while the files were deleted.
+        with self._lock:
+            record = read_record(self.root)
+            if record.steps.get(step, StepRecord()).attempt in (None, attempt):
+                record.forget(step)
+                location.write(self.root / RECORD_NAME, record.to_json(), Durability.PAGE_CACHE)
 
     def wrote(self, step: int, record: RunRecord) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""

@@ -16,7 +16,6 @@ import dist_checkpointing as dc
 from damage import damage
 from dist_checkpointing import CheckpointingException, CheckpointManager, Retention
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format import Attempt
 from dist_checkpointing.manager import JsonLinesLog, SavedStep, read_record
 from dist_checkpointing.testing import run_ranks
 from faults import ended_before_the_pointer, failing, full_disk, path_of, replaced
@@ -221,26 +220,6 @@ def is_commit_of_step_2(_: object, target: object) -> bool:
     return path_of(target).parts[-2:] == ("step-00000002", "metadata.json")
 
 
-def test_a_failed_save_leaves_the_last_one_latest(tmp_path: Path) -> None:
-    def one(comm: Comm) -> None:
-        manager = dc.CheckpointManager(tmp_path, comm=comm, retention=dc.Retention(keep_last=1))
-        manager.save(1, state(1, comm))
-        manager.async_save(2, state(2, comm))
-        with pytest.raises(dc.RankFailedError, match="Input/output"):
-            manager.wait()
-        assert manager.latest() == 1
-        assert_loads(manager, 1, comm)
-        manager.async_save(3, state(3, comm))
-        manager.close()
-
-    with failing("os.replace", at=is_commit_of_step_2):
-        run_ranks(2, one)
-    # The first one stays beyond keep_last: loading it has verified it.
-    manager = dc.CheckpointManager(tmp_path)
-    assert manager.steps() == [1, 3]
-    assert dc.load_plain_tensors(manager.folder(3))["model.w"].unique().tolist() == [3]
-
-
 @pytest.mark.parametrize("on_error", ["warn", "retry"])
 def test_training_goes_on(tmp_path: Path, on_error: Any, caplog: pytest.LogCaptureFixture) -> None:
     with (
@@ -253,29 +232,6 @@ def test_training_goes_on(tmp_path: Path, on_error: Any, caplog: pytest.LogCaptu
     assert any("Input/output error" in text for text in caplog.messages)
 
 
-def test_the_pointer_moves_after_the_commit_and_retention_after_the_pointer(tmp_path: Path) -> None:
-    """Whatever a crash cuts off, the pointer names a checkpoint, and it is a whole one."""
-    manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=1))
-    manager.save(1, state(1))
-    seen: list[str] = []
-
-    def replacing(real: Any, source: str, target: str) -> None:
-        if Path(target).name == "metadata.json":
-            seen.append("commit")
-        elif Path(target).name == "manager.json" and "pointer" not in seen:
-            seen.extend(["pointer"] * (json.loads(Path(source).read_text())["latest"] == 2))
-        real(source, target)
-
-    def deleting(real: Any, path: Any, *arguments: Any, **options: Any) -> None:
-        if path_of(path) == manager.folder(1) / "metadata.json":
-            seen.append("delete")
-        real(path, *arguments, **options)
-
-    with replaced("os.replace", replacing), replaced("os.unlink", deleting):
-        manager.save(2, state(2))
-    assert seen == ["commit", "pointer", "delete"]
-
-
 def test_a_lost_pointer(tmp_path: Path) -> None:
     manager = dc.CheckpointManager(tmp_path)
     for step in (1, 2):
@@ -286,16 +242,6 @@ def test_a_lost_pointer(tmp_path: Path) -> None:
     manager.save(3, state(3))
     assert manager.latest() == 3
     assert manager.steps() == [1, 2, 3]
-
-
-def test_leftovers_of_a_crash_are_cleared_away(tmp_path: Path) -> None:
-    manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=5))
-    manager.save(1, state(1))
-    manager.save(2, state(2))
-    (manager.folder(2) / "metadata.json").unlink()  # as a crash before the commit leaves it
-    manager.save(3, state(3))
-    assert not manager.folder(2).exists()
-    assert manager.steps() == [1, 3]
 
 
 def test_preflight(tmp_path: Path) -> None:
@@ -338,18 +284,6 @@ def test_preemption(tmp_path: Path) -> None:
         return manager.preempted()
 
     assert run_ranks(3, one) == [True] * 3
-
-
-def test_a_save_in_flight_is_not_deleted(tmp_path: Path) -> None:
-    manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=1))
-    manager.save(1, state(1))
-    live = Attempt.begin(manager.folder(2), ["w"])
-    record = json.loads((tmp_path / "manager.json").read_text())
-    record["steps"]["2"] = record["steps"]["1"]
-    (tmp_path / "manager.json").write_text(json.dumps(record))
-    manager.save(3, state(3))
-    assert manager.folder(2).exists()
-    live.release()
 
 
 @pytest.mark.parametrize("value", [-1, True, "7", 1.0])

@@ -1,11 +1,8 @@
 """What a manager loads when nobody names the step: the newest of the history that is sound."""
 
-import gc
-import itertools
 import json
 import os
 import shutil
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +22,8 @@ from dist_checkpointing.strategies import (
     Zarr3LoadShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
-from faults import failing, killed_at, path_of, replaced, without_waiting
 from states import ALONE, shard, trained
 from stores import new_url
-from tiers import share
 
 
 def last_verified(root: Path) -> int | None:
@@ -258,8 +253,6 @@ def test_the_caller_may_do_without_verifying(tmp_path: Path) -> None:
 # One history: a run that goes back to an earlier step, and two runs in one folder.
 
 PLACES = pytest.mark.parametrize("place", ["disk", "store"])
-CHANGES = tuple(f"os.{name}" for name in ("rename", "replace", "unlink", "rmdir", "mkdir"))
-PACE = 10 // share(10)
 
 
 def root_at(place: str, tmp_path: Path) -> Any:
@@ -332,93 +325,6 @@ def test_a_step_is_named_behind_the_path_of_its_run(tmp_path: Path, place: str) 
     assert (opened.common["step"], opened.path.parent.name) == (6500, Path(str(root)).name)
     with pytest.raises(dc.CheckpointNotFoundError, match="no steps of a run"):
         dc.Checkpoint.open(f"{root}-2@latest")
-
-
-def assert_all_is_there(root: Any) -> None:
-    """Of the old step 7000 and the new one there is one, and it is the latest if it is the new."""
-    gc.collect()  # with what is not there any more, as when a process has ended
-    with dc.CheckpointManager(root) as manager:
-        found = loaded(manager, 7000)
-        assert found in (7000, 70)
-        latest = 6500 if found == 7000 else 7000
-        assert manager.steps() == [6000, 6500, 7000, 8000]
-        assert (manager.latest(), manager.latest_valid()) == (latest, latest)
-        assert loaded(manager, None) == (6500 if found == 7000 else 70)
-        if latest == 6500:
-            manager.save(7000, state(71))
-            assert (manager.latest(), loaded(manager, None)) == (7000, 71)
-
-
-def save_7000(root: Any) -> None:
-    manager = dc.CheckpointManager(root)
-    manager.load({}, 6500)
-    manager.save(7000, state(70))
-
-
-def test_the_old_step_is_there_until_the_new_one_is_committed(tmp_path: Path) -> None:
-    """Whichever change of the disk is the last one that a process makes."""
-    went_back(tmp_path / "old")
-    run = tmp_path / "run"
-    is_change: Any = lambda *_, dir_fd=None, **__: dir_fd is None  # noqa: E731 - not of a lock
-    for nth in itertools.count(1, PACE):
-        shutil.copytree(tmp_path / "old", run)
-        ended = failing(*CHANGES, nth=nth, error=SystemExit(), at=is_change)
-        with ended as calls, suppress(SystemExit):
-            save_7000(run)
-        assert_all_is_there(run)
-        assert not [*run.glob("*.replaced")]
-        shutil.rmtree(run)
-        if len(calls) < nth:
-            break
-    assert nth >= 20
-
-
-def test_the_old_step_is_there_until_the_new_one_is_committed_in_a_store() -> None:
-    for nth in itertools.count(0, 4 * PACE):
-        root = new_url()
-        went_back(root)
-        with without_waiting():
-            point = killed_at(nth, partial(save_7000, root))
-            assert_all_is_there(root)
-        if point is None:
-            break
-    assert nth > 40
-
-
-def test_a_save_that_fails_gives_back_what_it_would_have_replaced(tmp_path: Path) -> None:
-    went_back(tmp_path)
-    manager = dc.CheckpointManager(tmp_path)
-    manager.load({}, 6500)
-    is_commit: Any = lambda _, target: path_of(target).name == "metadata.json"  # noqa: E731
-    with failing("os.replace", at=is_commit), pytest.raises(dc.RankFailedError):
-        manager.save(7000, state(70))
-    assert loaded(manager, 7000) == 7000
-    manager.load({}, 6500)
-    with failing("os.replace", at=is_commit), pytest.raises(dc.RankFailedError):
-        manager.async_save(7000, state(70)).result(60)
-    # Meanwhile another process looks at the run.
-    assert loaded(dc.CheckpointManager(tmp_path), 8000) == 8000
-    manager.save(6800, state(6800))
-    assert manager.steps() == [6000, 6500, 6800, 7000, 8000]
-    manager.save(7000, state(70))
-    assert loaded(manager, None) == 70
-
-
-def test_a_save_that_goes_on_is_not_disturbed(tmp_path: Path) -> None:
-    """What it replaces is not put back by a manager that begins meanwhile."""
-    went_back(tmp_path)
-    manager = dc.CheckpointManager(tmp_path)
-    manager.load({}, 6500)
-    seen: list[Any] = []
-
-    def look(real: Any, *names: Any) -> None:
-        real(*names)
-        seen.append(dc.CheckpointManager(tmp_path).steps())
-
-    with replaced("os.rename", look):
-        manager.save(7000, state(70))
-    assert seen == [[6000, 6500, 8000]]
-    assert loaded(manager, None) == 70
 
 
 @PLACES
@@ -497,32 +403,6 @@ def test_a_record_without_parents_and_writer(tmp_path: Path) -> None:
     manager.save(7500, state(7500))
     assert dc.CheckpointManager(tmp_path).latest_valid() == 7500
     assert read_record(tmp_path).history([6000, 6500, 7000, 7500, 8000]) == [7500, 6500, 6000]
-
-
-@PLACES
-def test_a_deletion_that_was_begun_is_finished_or_does_not_count(
-    tmp_path: Path, place: str
-) -> None:
-    for nth in itertools.count(1, PACE):
-        root = root_at(place, tmp_path / str(nth))
-        manager = dc.CheckpointManager(root)
-        for step in (9, 10):
-            manager.save(step, {"step": step})
-        if place == "disk":
-            with failing(*CHANGES, nth=nth, error=SystemExit()) as calls, suppress(SystemExit):
-                manager.delete(10)
-            is_last = len(calls) < nth
-        else:
-            is_last = killed_at(nth, partial(manager.delete, 10)) is None
-        manager = dc.CheckpointManager(root, retention=dc.Retention(keep_last=2))
-        steps = manager.steps()
-        assert steps in ([9, 10], [9])
-        assert manager.latest() == manager.latest_valid() == manager.load({})["step"] == steps[-1]
-        manager.save(11, {"step": 11})
-        assert manager.steps() == [steps[-1], 11]
-        if is_last:
-            break
-    assert steps == [9]
 
 
 def test_ranks_that_call_different_methods(tmp_path: Path) -> None:

@@ -17,12 +17,11 @@ import dist_checkpointing as dc
 from damage import damage, files_in
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.filesystem import LOCK_NAME
 from dist_checkpointing.format.run_steps import NO_STEP
 from dist_checkpointing.manager import RunRecord, StepRecord, checkpoint_manager, read_record
 from dist_checkpointing.testing import run_ranks
-from faults import LOOKS, ended_before_the_pointer, failing, path_of, replaced
-from states import BACKEND, BACKENDS, trained
+from faults import ended_before_the_pointer, replaced
+from states import BACKEND, trained
 
 state = partial(trained, shape=(200, 300))
 
@@ -37,50 +36,6 @@ def killed_before_the_pointer(root: Path, step: int, loaded: int | None = None) 
 
 
 # The pointer.
-
-
-def test_a_pointer_that_is_behind_is_brought_up_to_date(tmp_path: Path) -> None:
-    retention = dc.Retention(keep_last=1)
-    dc.CheckpointManager(tmp_path, retention=retention).save(1, state(1))
-    killed_before_the_pointer(tmp_path, 2)
-    assert read_record(tmp_path).latest == 1
-    manager = dc.CheckpointManager(tmp_path, retention=retention)
-    latest = manager.latest()
-    assert latest == 2
-    manager.save(latest + 1, state(latest + 1))
-    assert manager.steps() == [3], "retention knows the step as its own"
-    record = read_record(tmp_path)
-    assert (record.latest, [*record.steps]) == (3, [3])
-
-
-def test_it_is_written_down_when_the_next_save_begins(tmp_path: Path) -> None:
-    killed_before_the_pointer(tmp_path, 2)
-    known = read_record(tmp_path).steps[2]
-    assert known.attempt is None
-    assert known.begun is not None
-    manager = dc.CheckpointManager(tmp_path)
-    with pytest.raises(dc.InvalidShardingError):
-        manager.save(3, {"w": [*state(3).values()], "v": [*state(3).values()]})
-    assert read_record(tmp_path).latest == 2
-    assert read_record(tmp_path).steps[2] == StepRecord(known.begun, parent=NO_STEP)
-
-
-def test_a_step_that_lies_behind_others_is_the_latest_if_it_was_saved_last(tmp_path: Path) -> None:
-    """Training has gone back."""
-    with dc.CheckpointManager(tmp_path) as manager:
-        for step in (10, 20, 30):
-            manager.save(step, state(step))
-    killed_before_the_pointer(tmp_path, 15, loaded=10)
-    assert dc.CheckpointManager(tmp_path).latest() == 15
-
-
-def test_deleting_knows_it_too(tmp_path: Path) -> None:
-    dc.CheckpointManager(tmp_path).save(1, state(1))
-    killed_before_the_pointer(tmp_path, 2)
-    manager = dc.CheckpointManager(tmp_path)
-    manager.delete(2)
-    assert manager.latest() == 1
-    assert manager.steps() == [1]
 
 
 def test_a_record_of_an_older_version(tmp_path: Path) -> None:
@@ -108,51 +63,6 @@ def test_a_checkpoint_of_somebody_else_in_a_folder_that_was_begun_is_not_ours(
     manager.save(3, state(3))
     assert manager.steps() == [1, 3]
     assert dc.load_plain_tensors(manager.folder(1))["step"] == 7
-
-
-def test_a_save_that_failed_is_not_the_latest(tmp_path: Path) -> None:
-    manager = dc.CheckpointManager(tmp_path)
-    manager.save(1, state(1))
-    is_commit: Any = lambda _, target: path_of(target).name == "metadata.json"  # noqa: E731
-    with failing("os.replace", at=is_commit), pytest.raises(dc.RankFailedError):
-        manager.save(2, state(2))
-    assert manager.latest() == 1
-    manager.save(2, state(2))
-    assert manager.latest() == 2
-
-
-@BACKEND
-@pytest.mark.parametrize("name", ["os.rmdir", "os.unlink"])
-def test_a_removal_that_stops_before_its_last_step_is_brought_to_its_end(
-    tmp_path: Path, backend: Any, name: str
-) -> None:
-    """All that named the checkpoint is gone by then: nothing but its folder is left."""
-    manager = dc.CheckpointManager(tmp_path, backend, retention=dc.Retention(keep_last=1))
-    manager.save(1, state(1))
-    last = (manager.folder(1), Path(LOCK_NAME))
-    with failing(name, at=lambda path, **_: path_of(path) in last) as calls:
-        manager.save(2, state(2))
-    assert calls
-    assert manager.folder(1).exists()
-    manager.save(3, state(3))
-    assert not manager.folder(1).exists()
-    assert not manager.folder(2).exists()
-    assert sorted(read_record(tmp_path).steps) == [3]
-
-
-def test_a_removal_that_stops_before_it_is_written_down(tmp_path: Path) -> None:
-    manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=1))
-    manager.save(1, state(1))
-
-    def is_note(_: object, target: object) -> bool:
-        return path_of(target).name == "manager.json" and not manager.folder(1).exists()
-
-    with failing("os.replace", at=is_note) as calls:
-        manager.save(2, state(2))
-    assert calls
-    assert not manager.folder(1).exists()
-    manager.save(3, state(3))
-    assert sorted(read_record(tmp_path).steps) == [3]
 
 
 @pytest.mark.parametrize("value", ['"begun": 1', '"begun": true', '"begun": []'])
@@ -187,57 +97,6 @@ def no_descriptors() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.parametrize(
-    ("backend", "code", "check"),
-    [
-        (BACKENDS[0], errno.EIO, "contents"),
-        (BACKENDS[0], errno.EMFILE, "load"),
-        (BACKENDS[1], errno.ESTALE, "load"),
-        (BACKENDS[1], errno.EACCES, "contents"),
-        (BACKENDS[2], errno.EMFILE, "contents"),
-        (BACKENDS[3], errno.EIO, "load"),
-        (BACKENDS[3], errno.EACCES, "contents"),
-    ],
-)
-def test_no_error_of_the_system_is_damage_at_whatever_call(
-    tmp_path: Path, backend: Any, code: int, check: Any
-) -> None:
-    with dc.CheckpointManager(tmp_path, backend) as manager:
-        for step in (1, 2):
-            manager.save(step, state(step))
-    folder = manager.folder(2)
-    before = files_in(folder)
-    last_call, raised = 0, 0
-
-    def is_below(subject: object, *_: object, **__: object) -> bool:
-        return path_of(subject).is_relative_to(folder)
-
-    while True:
-        last_call += 1
-        manager = dc.CheckpointManager(tmp_path, backend)
-        found = None
-        text = None
-        with failing(*LOOKS, "io.open", code=code, nth=last_call, times=1, at=is_below) as calls:
-            try:
-                if check == "load":
-                    found = manager.load(state(-1))["step"]
-                else:
-                    found = manager.latest_valid()
-            except dc.RankFailedError as error:
-                text = str(error)
-        assert found == 2 or (text is not None and os.strerror(code) in text), calls[-1]
-        assert manager._run.position in (None, 2), calls[-1]
-        raised += text is not None
-        if len(calls) < last_call:
-            assert found == 2
-            break
-    assert raised >= 5
-    # Whatever it could not read, it deletes nothing of it.
-    with pytest.raises(dc.CheckpointExistsError):
-        manager.save(2, state(3))
-    assert files_in(folder) == before
 
 
 @BACKEND

@@ -104,23 +104,6 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
         assert stored.load(state(0))["value"] == 1
 
 
-@pytest.mark.parametrize("nth", [1, 4, 6, 12])
-def test_a_copy_that_is_cut_off_is_made_again(nth: int, tmp_path: Path) -> None:
-    """Whichever put fails, the store has all of a step or nothing of it."""
-    root = new_url()
-    with store_down(nth):
-        manager = dc.CheckpointManager(root, fast=tmp_path)
-        manager.save(1, state(1))
-        with without_waiting(), pytest.raises(CheckpointingException, match="step 1 is not in the"):
-            manager.close()
-    place = f"{root}/step-00000001"
-    with dc.CheckpointManager(root) as stored:
-        assert stored.steps() == []
-    with without_waiting(), dc.CheckpointManager(root, fast=tmp_path) as manager:
-        assert manager.load(state(0))["value"] == 1
-    assert dc.load(state(0), place, verify=True)["value"] == 1
-
-
 def test_training_goes_on_while_a_slow_store_is_filled(tmp_path: Path) -> None:
     """Retention does not delete what is not in the store, and skips what nobody would keep."""
     root, gate, keep = new_url(), threading.Event(), dc.Retention(keep_last=1)

@@ -4,10 +4,7 @@ import errno
 import functools
 import json
 import os
-import textwrap
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +18,7 @@ from damage import files_in
 from dist_checkpointing import save
 from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.filesystem import LOCK_NAME
-from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner, WriteItem
+from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner
 from dist_checkpointing.strategies import (
     SaveShardedStrategy,
     TorchCommonSaveStrategy,
@@ -32,7 +29,6 @@ from dist_checkpointing.strategies import (
 )
 from dist_checkpointing.testing import run_ranks
 from faults import failing, full_disk, path_of
-from scripts import run_forked
 from simulated_groups import the_one_error
 from states import BACKEND, at_step, between, save_on, shard
 
@@ -271,25 +267,6 @@ def test_a_failure_while_the_folder_is_claimed_is_raised_on_all_ranks(tmp_path: 
 
 
 @FORMAT
-def test_a_failing_commit_leaves_no_checkpoint_and_the_next_save_works_at_once(
-    tmp_path: Path, version: int
-) -> None:
-    """The error is kept, as a debugger or a retry loop would: nothing may hang on it."""
-    with failing("os.replace", code=errno.ENOSPC, at=lambda _, to: to.name == "metadata.json"):
-        error = the_one_error(
-            RANKS,
-            lambda comm: save(state(comm.rank, "failed"), tmp_path, ("zarr", version), comm=comm),
-        )
-    assert type(error) is dc.RankFailedError
-    assert error.ranks == (0,)
-    assert set(files_in(tmp_path)) <= {".dckpt/attempt.json"}
-    save_state(tmp_path, version, name="second")
-    check_state(tmp_path, name="second")
-    assert not [name for name in files_in(tmp_path) if "failed" in name]
-    del error
-
-
-@FORMAT
 def test_an_interrupt_is_not_swallowed_and_leaves_no_checkpoint(
     tmp_path: Path, version: int
 ) -> None:
@@ -306,82 +283,6 @@ def test_an_interrupt_is_not_swallowed_and_leaves_no_checkpoint(
     fault.rank = -1
     save_alone()
     assert dc.load_plain_tensors(tmp_path)["w.uneven"].tolist() == [1, 1]
-
-
-CRASH = """
-    import os, sys, torch
-    from dist_checkpointing import ShardedObject, ShardedTensor, save
-    from dist_checkpointing.format.commit import Attempt
-
-    Attempt.commit = lambda *_: os._exit(7)
-    save(
-        {
-            "w": ShardedTensor.from_rank_offsets("failed.w", torch.ones(4)),
-            "o": ShardedObject("failed.o", 5, (1,), (0,)),
-            "x": ShardedObject("w.object/failed", 5, (1,), (0,)),
-        },
-        sys.argv[1],
-        ("zarr", int(sys.argv[2])),
-        overwrite=True,
-    )
-"""
-
-
-def crash(folder: Path, version: int) -> None:
-    """A process that dies when all is written and nothing committed."""
-    assert run_forked("-c", textwrap.dedent(CRASH), folder, version).returncode == 7
-
-
-@FORMAT
-def test_a_save_after_a_crash_inherits_nothing(tmp_path: Path, version: int) -> None:
-    tmp_path.joinpath("notes.txt").write_text("mine")
-    crash(tmp_path, version)
-    assert [name for name in files_in(tmp_path) if "failed.w" in name]
-    assert not dc.check_is_distributed_checkpoint(tmp_path)
-    with pytest.raises(dc.CheckpointNotFoundError, match="never committed"):
-        dc.load({}, tmp_path)
-    other = 3 - version
-    save_state(tmp_path, other, name="second")
-    check_state(tmp_path, name="second")
-    assert not [name for name in files_in(tmp_path) if "failed" in name]
-    crash(tmp_path, version)
-    assert not dc.check_is_distributed_checkpoint(tmp_path)
-    save_state(tmp_path, version, name="third")
-    check_state(tmp_path, name="third")
-    left = [name for name in files_in(tmp_path) if "failed" in name or "second" in name]
-    assert left == []
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_of_two_live_saves_into_one_folder_the_second_is_refused(tmp_path: Path) -> None:
-    writing, go_on = threading.Event(), threading.Event()
-
-    class Slow(DefaultSavePlanner):
-        def get_data(self, item: WriteItem) -> torch.Tensor | object:
-            writing.set()
-            assert go_on.wait(30)
-            return super().get_data(item)
-
-    def first(comm: Comm) -> None:
-        save(state(comm.rank), tmp_path, SAVERS[2](planner=Slow()), comm=comm)
-
-    def second(comm: Comm, *, overwrite: bool) -> None:
-        save({"step": 5}, tmp_path, comm=comm, overwrite=overwrite)
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run_ranks, RANKS, first)
-        try:
-            assert writing.wait(30)
-            before = {path for path in tmp_path.rglob("*") if path.suffix != ".tmp"}
-            for overwrite in (False, True):
-                error = the_one_error(2, functools.partial(second, overwrite=overwrite))
-                assert type(error) is dc.CheckpointExistsError
-                assert "another save is writing here" in str(error)
-            assert all(path.exists() for path in before)
-        finally:
-            go_on.set()
-        running.result()
-    check_state(tmp_path)
 
 
 @pytest.mark.parametrize(

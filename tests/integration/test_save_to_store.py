@@ -7,7 +7,6 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
@@ -20,12 +19,11 @@ import torch
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import ObjectPath, ObjectStoreOptions, file_writer
-from dist_checkpointing.filesystem.object_store_locks import decide, delete_below
 from dist_checkpointing.format import SealedFile, data_folder, read_seal
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import DataFiles, TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from faults import store_down, store_requests
+from faults import store_requests
 from s3_proxy import Fault, proxy_before
 from stores import new_url
 
@@ -142,22 +140,6 @@ def test_other_ranks_load_it(saving: int, loading: int, backend: str) -> None:
     assert torch.equal(torch.cat(run_ranks(loading, read)), BIG[:2048])
 
 
-def test_a_save_that_was_ended_says_so(s3_place: ObjectPath) -> None:
-    """Another process has ended it, and deleted what it had written until then."""
-
-    def meanwhile(name: str, key: str, go: Callable[[], Any]) -> Any:
-        if name == "put" and key.endswith("common.pt"):
-            decide(s3_place, 1, {"ended_by": "another"})
-            delete_below(s3_place / "data")
-        return go()
-
-    with (
-        store_requests(meanwhile),
-        pytest.raises(dc.CheckpointExistsError, match="another process has taken over"),
-    ):
-        dc.save(big_state(), s3_place)
-
-
 def test_as_many_chunks_are_put_at_a_time_as_the_store_allows() -> None:
     """Each waits for fifteen others."""
     options = ObjectStoreOptions(parallelism=16)
@@ -191,25 +173,6 @@ def test_a_place_is_saved_to_once(s3_place: ObjectPath) -> None:
     assert dc.load({"step": 0}, s3_place) == {"step": 1}
     dc.save({"step": 2}, s3_place, overwrite=True)
     assert dc.load({"step": 0}, s3_place) == {"step": 2}
-
-
-@pytest.mark.parametrize("nth", [1, 2, 4, 7, 10, 13, 19, 28])
-def test_a_save_that_is_cut_off_leaves_no_checkpoint(nth: int) -> None:
-    """Whichever put fails: there is no checkpoint, or a whole one, and the next save works."""
-    url = new_url()
-    with (
-        store_down(nth, 1, at=lambda name, _: name.startswith("put")),
-        suppress(dc.CheckpointingException),
-    ):
-        run_ranks(2, lambda c: dc.save(sharded(c.rank, 2, BIG), url, comm=c))
-    template = {"rows": dc.ShardedTensor.from_rank_offsets("rows", torch.zeros_like(BIG))}
-    try:
-        assert torch.equal(dc.load(template, url, verify=True)["rows"], BIG)
-    except dc.CheckpointNotFoundError:
-        run_ranks(2, lambda c: dc.save(sharded(c.rank, 2, BIG), url, comm=c))
-        assert torch.equal(dc.load(template, url, verify=True)["rows"], BIG)
-        data = {key.split("/")[1] for key in keys_below(ObjectPath.of(url)) if "data/" in key}
-        assert len(data) == 1, "what the failed save wrote is still there"
 
 
 def test_an_upload_that_is_given_up_is_aborted(

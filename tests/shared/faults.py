@@ -15,19 +15,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dist_checkpointing.filesystem import local_folder, locks
+from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.object_store_locks import THREAD
-from dist_checkpointing.manager import tier_copies
 
 Act = Callable[..., Any]
 LOOKS = tuple(f"os.{name}" for name in ("open", "stat", "scandir", "preadv", "pread", "listdir"))
 """Calls that look at files and folders; ``io.open`` is another."""
+_devices = count(1 << 40)
 REQUESTS = ("get", "put", "head", "delete", "list", "list_with_delimiter")
 
 
@@ -106,45 +107,6 @@ def killed(name: str, nth: int = 1) -> Iterator[None]:
         yield
 
 
-class Frozen:
-    """Stops threads before the ``nth`` of their calls that change files, until they may ``go_on``.
-
-    Attributes:
-        threads: those threads, and all that they start.
-        is_seen: set when one has stopped.
-    """
-
-    def __init__(self, nth: int) -> None:
-        self.threads: set[threading.Thread] = set()
-        self.is_seen, self.go_on = threading.Event(), threading.Event()
-        self._left = nth
-
-    def start(self, real: Act, thread: threading.Thread) -> None:
-        if threading.current_thread() in self.threads:
-            self.threads.add(thread)
-        real(thread)
-
-    def act(self, real: Act, *arguments: Any, **options: Any) -> Any:
-        is_look = real.__name__ == "open" and not arguments[1] & os.O_CREAT
-        if threading.current_thread() in self.threads and not is_look:
-            self._left -= 1
-            if not self._left:
-                self.is_seen.set()
-                assert self.go_on.wait(60)
-        return real(*arguments, **options)
-
-
-@contextmanager
-def freezing(nth: int) -> Iterator[Frozen]:
-    """Let threads stop before their ``nth`` call that changes files."""
-    frozen = Frozen(nth)
-    with ExitStack() as stack:
-        stack.enter_context(replaced("threading.Thread.start", frozen.start))
-        for name in ("open", "mkdir", "link", "replace", "unlink", "ftruncate", "pwrite", "writev"):
-            stack.enter_context(replaced(f"os.{name}", frozen.act))
-        yield frozen
-
-
 @contextmanager
 def ended_before_the_pointer(step: Path) -> Iterator[None]:
     """End the process after the commit of a step, before the record of its run is replaced."""
@@ -185,7 +147,12 @@ def before_first(name: str, work: Callable[..., object]) -> Iterator[list[Any]]:
 
 @contextmanager
 def strange_flock(code: int | None) -> Iterator[None]:
-    """A file system without ``flock``; for None one that locks for writers only, as NFS does."""
+    """A file system without ``flock``; for None one that locks for writers only, as NFS does.
+
+    It has a device number of its own, for whoever asks for that of an open folder, because it is
+    remembered which devices have no locks.
+    """
+    device = next(_devices)
 
     def act(real: Act, file: int, operation: int) -> None:
         mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
@@ -194,8 +161,12 @@ def strange_flock(code: int | None) -> Iterator[None]:
             raise OSError(number, os.strerror(number))
         real(file, operation)
 
-    with pytest.MonkeyPatch.context() as patch, replaced("fcntl.flock", act):
-        patch.setattr(locks, "_without_flock", set())
+    def stat(real: Act, *arguments: Any, **options: Any) -> os.stat_result:
+        kind, (values, more) = real(*arguments, **options).__reduce__()
+        found: os.stat_result = kind((*values[:2], device, *values[3:]), more)
+        return found
+
+    with replaced("fcntl.flock", act), replaced("os.fstat", stat):
         yield
 
 
@@ -239,15 +210,6 @@ def full_disk() -> Iterator[None]:
 def without_waiting() -> Iterator[None]:
     """Let nobody sleep, before another try or while a dead claim is watched."""
     with replaced("time.sleep", lambda *_: None):
-        yield
-
-
-@contextmanager
-def short_waits(silent_seconds: float = 1.0) -> Iterator[None]:
-    """Let the copies of a run into its store give a silent disk up early, and ranks meet often."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tier_copies, "SILENT_SECONDS", silent_seconds)
-        patch.setattr(tier_copies, "MEETING_SECONDS", 0.01)
         yield
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import signal
 import time
@@ -14,9 +13,8 @@ from typing import Any
 import pytest
 
 from dist_checkpointing.errors import CheckpointExistsError
-from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, Holder, Kind, locks
-from faults import before_first, failing, killed, replaced, strange_flock
-from tiers import share
+from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, Holder, Kind
+from faults import before_first, failing, replaced, strange_flock
 
 # From Python 3.12 on; the children do nothing that needs another thread.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -99,28 +97,6 @@ def test_no_descriptor_is_left(tmp_path: Path, kind: Kind) -> None:
         with FolderLock.acquire(tmp_path), pytest.raises(CheckpointExistsError):
             FolderLock.acquire(tmp_path)
     assert num_descriptors() == before, kind
-
-
-@pytest.mark.exhaustive
-def test_a_killed_process_has_no_lock(tmp_path: Path, kind: Kind) -> None:
-    child = in_a_child(lambda: FolderLock.acquire(tmp_path))
-    with pytest.raises(CheckpointExistsError, match=f"process {child} on host") as raised:
-        FolderLock.acquire(tmp_path)
-    assert "delete" not in str(raised.value)
-    kill(child)
-    assert (tmp_path / LOCK_NAME).exists()
-    FolderLock.acquire(tmp_path).release()
-    assert not [*tmp_path.iterdir()], kind
-
-
-@pytest.mark.exhaustive
-def test_one_that_is_dead_but_not_reaped_has_no_lock(tmp_path: Path, kind: Kind) -> None:
-    child = in_a_child(lambda: FolderLock.acquire(tmp_path))
-    os.kill(child, signal.SIGKILL)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    FolderLock.acquire(tmp_path).release()
-    os.waitpid(child, 0)
-    assert not [*tmp_path.iterdir()], kind
 
 
 def test_what_a_forked_process_does_with_it_is_not_its_own(tmp_path: Path, kind: Kind) -> None:
@@ -285,83 +261,6 @@ def test_a_link_is_not_followed(tmp_path: Path, kind: Kind) -> None:
     with pytest.raises(CheckpointExistsError, match="is a link"):
         FolderLock.acquire(folder)
     assert not (tmp_path / "nothing").exists()
-
-
-@pytest.mark.usefixtures("no_flock")
-def test_many_take_it_over_at_once_and_one_gets_it(tmp_path: Path) -> None:
-    logging.getLogger(locks.__name__).setLevel(logging.ERROR)
-    for number in range(share(20)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        put(folder, started=1)
-        go_read, go_write = os.pipe()
-        told_read, told_write = os.pipe()
-        end_read, end_write = os.pipe()
-        children = []
-        for _ in range(6):
-            child = os.fork()
-            if child == 0:
-                try:
-                    os.close(end_write)
-                    os.read(go_read, 1)
-                    try:
-                        lock = FolderLock.acquire(folder)
-                    except CheckpointExistsError:
-                        os.write(told_write, b"-")
-                    else:
-                        os.write(told_write, b"+")
-                        os.read(end_read, 1)  # holds it until all others have tried
-                        lock.release()
-                finally:
-                    os._exit(0)
-            children.append(child)
-        os.write(go_write, b"x" * 6)
-        told = b""
-        while len(told) < 6:
-            told += os.read(told_read, 6)
-        for end in (end_write, end_read, go_read, go_write, told_read, told_write):
-            os.close(end)
-        for child in children:
-            os.waitpid(child, 0)
-        assert sorted(told) == sorted(b"+-----")
-        assert not [*folder.iterdir()]
-
-
-def killed_as_it_acquires(folder: Path, name: str, nth: int) -> None:
-    """A process takes the lock, and is killed at the nth call of a function."""
-    child = os.fork()
-    if child == 0:
-        try:
-            with killed(name, nth):
-                FolderLock.acquire(folder)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("no_flock")
-@pytest.mark.parametrize("name", ["os.rename", "os.pwrite"])
-def test_killed_while_it_takes_over(tmp_path: Path, name: str) -> None:
-    stale = put(tmp_path, started=1)
-    killed_as_it_acquires(tmp_path, name, 1)
-    left = {path.name for path in tmp_path.iterdir()} - {LOCK_NAME}
-    assert left
-    assert (f"{LOCK_NAME}.{stale.token}" in left) == (name == "os.rename")
-    FolderLock.acquire(tmp_path).release()
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("no_flock")
-@pytest.mark.parametrize("name", ["os.pwrite", "os.link", "os.unlink", "os.listdir"])
-def test_killed_while_it_creates_the_file(tmp_path: Path, name: str) -> None:
-    """The file names its holder from the first moment, so it is taken over."""
-    FolderLock.acquire(tmp_path).release()  # from now on it is known that there is no flock
-    killed_as_it_acquires(tmp_path, name, 1)
-    with FolderLock.acquire(tmp_path):
-        assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
-    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EEXIST])

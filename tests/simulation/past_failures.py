@@ -1,0 +1,68 @@
+"""Histories of what has failed once, each with its fault at many operations.
+
+Usage: past_failures.py PACE    with PYTHONHASHSEED=0; PACE: from one operation to the next
+"""
+
+import gc
+import logging
+import sys
+from collections.abc import Callable, Iterable
+
+from dist_checkpointing.testing.simulation.world import Fault
+from histories import BACKENDS, Event, Failure, History, play
+
+
+def late_rank(at: int) -> Iterable[Event]:
+    """A rank that is frozen in a save goes on when a restarted training has committed others."""
+    yield from (Event("launch", 1, 2), Event("save", 2))
+    yield Event("save", 3, 0, (Fault(at, "freeze", 900.0),))
+    yield from (Event("launch", 4, 2), Event("save", 5), Event("wait", 6), Event("save", 7))
+
+
+def rollback(_: int) -> Iterable[Event]:
+    """Steps that were abandoned are not loaded, nor in the way when the run comes to them again."""
+    yield from (Event("launch", 1, 2), Event("save", 2), Event("save", 3), Event("save", 4))
+    yield from (Event("load", 5, 2), Event("save", 6), Event("launch", 7, 2), Event("save", 8))
+    yield from (Event("launch", 9, 1), Event("save", 10))
+
+
+def second_manager(at: int) -> Iterable[Event]:
+    """One of an earlier training, which was only frozen, saves on beside the new one."""
+    yield from (Event("launch", 1, 1), Event("save", 2))
+    yield Event("async save", 3, 0, (Fault(at, "freeze", 100.0),))
+    yield from (Event("launch", 4, 1), Event("save", 5), Event("save", 6), Event("launch", 7, 2))
+
+
+def late_files(_: int) -> Iterable[Event]:
+    """A rank on another machine sees late what was committed."""
+    yield from (Event("launch", 1, 2), Event("save", 2), Event("load", 3), Event("save", 4))
+    yield from (Event("launch", 5, 4), Event("load", 6, 1), Event("save", 7))
+
+
+STORIES: tuple[Callable[[int], Iterable[Event]], ...] = (
+    late_rank,
+    rollback,
+    second_manager,
+    late_files,
+)
+
+
+def main() -> None:
+    pace = int(sys.argv[1])
+    logging.disable(logging.CRITICAL)
+    play(History.of(1))
+    gc.collect()
+    gc.freeze()
+    for number, at in enumerate(range(12, 160, pace)):
+        for story in STORIES:
+            place = ("folder", "store")[number % 2]
+            events, is_late = tuple(story(at)), story is late_files
+            backend = BACKENDS[number % 3]
+            history = History(number, place, backend, 2, events, keep_last=3, is_late=is_late)
+            end = play(history)
+            if isinstance(end, Failure):
+                sys.exit(f"{story.__name__} at {at}, {backend} in a {place}: {end.error!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Fast disks of which each machine has its own: what is lost with them, and what is not."""
+
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+
+from dist_checkpointing import CheckpointManager, ObjectPath, Retention
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.testing.simulation.disk import Disk
+from dist_checkpointing.testing.simulation.world import OWN, World
+from faults import store_down, store_requests
+from simulated_states import loaded_from, state_of
+
+ROOT: Final = "s3://bucket/run"
+TWO: Final = ("node0", "node1")
+RANKS_A_NODE: Final = 2
+
+
+def is_copy(name: str, key: str) -> bool:
+    return name.startswith("put") and "/data/" in key
+
+
+class Cluster:
+    """Machines with a disk and two ranks each, and a store that may not answer."""
+
+    def __init__(self, seed: int = 7) -> None:
+        self.world = World(seed, machines=3, changes=0.0, keeps_log=True)
+        self.is_down = False
+
+    def on(self, work: Callable[[Comm], Any], machines: tuple[str, ...] = TWO) -> list[Any]:
+        """Run work on the ranks of machines; what each returns."""
+        ranks = RANKS_A_NODE * len(machines)
+        results = self.world.launch(ranks, work, machines=machines).results
+        errors = [error for error in results.values() if isinstance(error, Exception)]
+        if errors:
+            raise errors[0]
+        return [results[rank] for rank in range(ranks)]
+
+    def train(
+        self,
+        *steps: int,
+        back_to: int | None = None,
+        is_copied: bool = True,
+        machines: tuple[str, ...] = TWO,
+        backend: Any = None,
+        **options: Any,
+    ) -> None:
+        """Save steps whose values are their numbers, 1 more after going back."""
+
+        def work(comm: Comm) -> None:
+            manager = CheckpointManager(ROOT, backend, comm=comm, fast=f"{OWN}/run", **options)
+            if back_to is not None or manager.steps():
+                manager.load({}, back_to)
+            comm.all_gather(None)
+            self.is_down = not is_copied
+            for step in steps:
+                manager.save(step, state_of(comm, step + (back_to is not None)))
+            if is_copied:
+                manager.close()
+
+        with store_down(at=lambda name, key: self.is_down and is_copy(name, key)):
+            self.on(work, machines)
+        self.is_down = False
+
+    def look(self, machines: tuple[str, ...] = TWO) -> tuple[list[int], int | None, int]:
+        """The steps, the latest one, and the value that is loaded, the same on all ranks."""
+
+        def work(comm: Comm) -> tuple[list[int], int | None, int]:
+            with CheckpointManager(ROOT, comm=comm, fast=f"{OWN}/run") as manager:
+                assert manager.latest() == manager.latest_valid()
+                return manager.steps(), manager.latest(), loaded_from(manager, comm)
+
+        found = self.on(work, machines)
+        assert found == [found[0]] * len(found)
+        result: tuple[list[int], int | None, int] = found[0]
+        return result
+
+    def stored(self) -> list[int]:
+        """The steps that are committed in the store."""
+        keys = " ".join(self.world.store.etags("s3://bucket"))
+        return [int(number) for number in sorted(re.findall(r"step-(\d{8})/metadata.json", keys))]
+
+    def swap(self, name: str, disk: Disk | None = None) -> Disk:
+        """Put another disk into a machine, by default an empty one; the one that was there."""
+        machine = self.world.machines[name]
+        old = machine.disk
+        machine.disk = disk or Disk(old.device, self.world.scheduler.random)
+        return old
+
+    def flip(self, name: str) -> None:
+        """Flip a byte in each file of values on the disk of a machine."""
+        for path, inode in self.world.machines[name].disk.tree():
+            if "/data/model/" in path and not inode.is_folder:
+                content = bytearray(inode.content)
+                content[5] ^= 1
+                inode.content = bytes(content)
+
+
+def played(act: Callable[[Cluster], Any]) -> Any:
+    made = Cluster()
+    return made.world.run(lambda: act(made))
+
+
+@pytest.mark.parametrize("lost", [("node0",), ("node1",), TWO])
+def test_machines_whose_disks_are_gone_go_on_from_the_store(lost: tuple[str, ...]) -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, 2)
+        for name in lost:
+            made.swap(name)
+        assert made.look() == ([1, 2], 2, 2)
+        made.train(3)
+        assert made.look() == ([1, 2, 3], 3, 3)
+
+    played(act)
+
+
+@pytest.mark.parametrize("lost", TWO)
+def test_without_one_disk_the_newest_step_of_the_store_is_loaded(lost: str) -> None:
+    def act(made: Cluster) -> None:
+        made.train(1)
+        made.train(2, is_copied=False)
+        old = made.swap(lost)
+        assert made.look() == ([1], 1, 1)
+        made.swap(lost, old)  # it comes back, and nothing was lost meanwhile
+        assert made.look() == ([1, 2], 2, 2)
+        made.swap(lost)
+        assert made.look() == ([1, 2], 2, 2)
+
+    played(act)
+
+
+def test_a_step_that_a_lost_disk_took_with_it_is_saved_again() -> None:
+    def act(made: Cluster) -> None:
+        made.train(1)
+        made.train(2, is_copied=False)
+        made.swap("node1")
+        made.train(2, back_to=1)
+        assert made.look() == ([1, 2], 2, 3)
+
+    played(act)
+
+
+def test_machines_come_back_as_other_ranks() -> None:
+    def act(made: Cluster) -> None:
+        made.train(1)
+        made.train(2, is_copied=False)
+        # Rank 0 is on a machine whose disk is empty.
+        assert made.look(("node2", "node0", "node1")) == ([1, 2], 2, 2)
+
+    played(act)
+
+
+def test_a_new_disk_of_rank_0_does_not_bring_back_what_was_abandoned() -> None:
+    """Only the other disks know that the run has gone back: nothing of it is in the store."""
+
+    def act(made: Cluster) -> None:
+        made.train(10, 20, 30, is_copied=False)
+        made.train(15, back_to=10, is_copied=False)
+        assert made.look(("node2", "node0", "node1")) == ([10, 15], 15, 16)
+
+    played(act)
+
+
+@pytest.mark.parametrize("lost", TWO)
+def test_a_step_that_is_lost_does_not_bring_back_what_it_abandoned(lost: str) -> None:
+    def act(made: Cluster) -> None:
+        made.train(10, 20, 30)
+        made.train(15, back_to=10, is_copied=False)
+        made.swap(lost)
+        assert made.look() == ([10, 20, 30], 10, 10)
+
+    played(act)
+
+
+def test_a_disk_of_rank_0_that_was_away_knows_less_than_the_others() -> None:
+    """Without it the run has gone back and saved another step 70, which is not in the store."""
+
+    def act(made: Cluster) -> None:
+        made.train(60, 70)
+        made.train(80, is_copied=False)
+        made.train(65, 70, back_to=60, is_copied=False, machines=("node2", "node1"))
+        assert made.look(("node0", "node2", "node1")) == ([60, 65, 70], 70, 71)
+
+    played(act)
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_run_goes_back(is_copied: bool) -> None:
+    """Also before what it has saved since then is in the store."""
+
+    def act(made: Cluster) -> None:
+        made.train(10, 20, 30)
+        made.train(15, 20, back_to=10, is_copied=is_copied)
+        assert made.look() == ([10, 15, 20, 30], 20, 21)
+        assert made.stored() == [10, 15, 20, 30]
+
+    played(act)
+
+
+@pytest.mark.parametrize("node", TWO)
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_damage_on_a_disk_is_mended_by_the_store_and_does_not_come_into_it(
+    node: str, is_copied: bool
+) -> None:
+    def act(made: Cluster) -> None:
+        made.train(1)
+        made.train(2, is_copied=is_copied)
+        made.flip(node)
+        assert made.on(newest) == [2 if is_copied else 1] * 4
+        if not is_copied:
+            made.train(2, back_to=1)
+            assert made.look() == ([1, 2], 2, 3)
+
+    played(act)
+
+
+def newest(comm: Comm) -> int:
+    manager = CheckpointManager(ROOT, comm=comm, fast=f"{OWN}/run")
+    return loaded_from(manager, comm)
+
+
+def test_what_is_damaged_in_the_store_is_found_though_the_disks_are_whole() -> None:
+    def verify(comm: Comm) -> None:
+        manager = CheckpointManager(ROOT, comm=comm, fast=f"{OWN}/run")
+        with pytest.raises(CorruptCheckpointError):
+            manager.verify(1)
+        assert manager.latest_valid() is None
+
+    def damage(_: Comm) -> None:
+        place = ObjectPath.of(f"{ROOT}/step-00000001/data")
+        for info in list(place.store.list_below(place.prefix)):
+            if "/data/model/" in info.key:
+                place.store.put(info.key, b"x" * info.num_bytes)
+
+    def act(made: Cluster) -> None:
+        made.train(1)
+        made.world.launch(1, damage)
+        made.on(verify)
+
+    played(act)
+
+
+def test_a_machine_that_does_not_answer_is_named() -> None:
+    def act(made: Cluster) -> None:
+        is_report: Any = lambda name, key: name == "put" and "/.dckpt/drain/" in key  # noqa: E731
+        with (
+            store_down(at=is_report),
+            pytest.raises(CheckpointingException, match="step 1 is not in the store") as raised,
+        ):
+            made.train(1)
+        assert "node1" in str(raised.value)
+        assert made.look() == ([1], 1, 1)
+
+    played(act)
+
+
+@pytest.mark.parametrize(
+    ("backend", "machines"),
+    [("tensorstore", 1), ("tensorstore", 3), ("zarr", 3), ("torch_dist", 2)],
+)
+def test_any_layout_loads_what_two_machines_have_saved(backend: str, machines: int) -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, 2, backend=backend)
+        assert made.look(("node0", "node1", "node2")[:machines]) == ([1, 2], 2, 2)
+
+    played(act)
+
+
+def test_disks_keep_what_is_not_in_the_store() -> None:
+    def act(made: Cluster) -> None:
+        keep = Retention(keep_last=1)
+        made.train(1, 2, 3, is_copied=False, retention=keep)
+        assert made.stored() == []
+        made.train(4, retention=keep)
+        assert made.look() == ([4], 4, 4)
+        assert made.stored() == [4]
+
+    played(act)
+
+
+def test_what_a_disk_has_is_not_read_from_the_store() -> None:
+    def act(made: Cluster) -> None:
+        made.train(1)
+        made.world.log.clear()
+        assert made.on(newest) == [1] * 4
+        asked = [line.path for line in made.world.log if line.name == "get"]
+        assert asked
+        assert not [path for path in asked if "/data/model/" in path]
+        assert made.on(newest, ("node0", "node1", "node2")) == [1] * 6
+        asked = [line.path for line in made.world.log if line.name == "get"]
+        assert [path for path in asked if "/data/model/" in path]
+
+    played(act)
+
+
+def test_ranks_meet_while_a_long_copy_goes_on() -> None:
+    """Else they would take rank 0 for dead."""
+
+    def act(made: Cluster) -> None:
+        def slowly(name: str, key: str, go: Callable[[], Any]) -> Any:
+            if is_copy(name, key):
+                made.world.scheduler.wait(lambda: False, 400.0)  # ranks wait for 300
+            return go()
+
+        made.train(1, is_copied=False)
+        with store_requests(slowly):
+            assert made.look() == ([1], 1, 1)
+
+    played(act)
+
+
+def test_what_needs_one_folder_is_refused() -> None:
+    def work(comm: Comm) -> None:
+        options: dict[str, Any] = {"fast": f"{OWN}/run", "comm": comm}
+        with pytest.raises(UnsupportedFormatError, match="not all ranks share a disk"):
+            CheckpointManager(ROOT, incremental=True, **options)
+        own = "each machine has a disk of its own"
+        manager = CheckpointManager(ROOT, ("zarr", 1), **options)
+        with pytest.raises(UnsupportedFormatError, match=own):
+            manager.save(1, state_of(comm, 1))
+        manager.close()
+        with CheckpointManager(ROOT, **options) as manager:
+            manager.save(1, state_of(comm, 1))
+            with pytest.raises(UnsupportedFormatError, match=own):
+                manager.save(2, state_of(comm, 2), base=manager.folder(1))
+            with pytest.raises(CheckpointExistsError, match="the run is at step 1 already"):
+                manager.save(1, state_of(comm, 7))
+
+    played(lambda made: made.on(work))

@@ -1,0 +1,58 @@
+"""Attempts at a checkpoint: what is ours, what it costs, and when a folder is free again."""
+
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+import dist_checkpointing as dc
+from dist_checkpointing.errors import Finding
+from dist_checkpointing.filesystem import LOCK_NAME
+from dist_checkpointing.format import Attempt, CheckpointingConfig
+
+
+def test_a_process_forked_during_a_save_does_not_keep_the_folder_taken(tmp_path: Path) -> None:
+    """Such as a worker of a DataLoader: it shares the open file and with it the lock."""
+    attempt = Attempt.begin(tmp_path, ["w"])
+    held = tmp_path / LOCK_NAME
+    lock_file = next(int(fd.name) for fd in Path("/proc/self/fd").iterdir() if fd.resolve() == held)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        pass_fds=[lock_file],
+    )
+    try:
+        with pytest.raises(dc.CheckpointExistsError, match="being written"):
+            Attempt.begin(tmp_path, ["w"])
+        attempt.release()
+        Attempt.begin(tmp_path, ["w"]).release()
+        assert child.poll() is None
+    finally:
+        child.communicate()
+
+
+@pytest.mark.parametrize(
+    ("tracebacks", "silent"), [({0: "x", 1: "x"}, ()), ({0: "x"}, (1,)), ({}, (0, 1))]
+)
+def test_silent_ranks(tracebacks: dict[int, str], silent: tuple[int, ...]) -> None:
+    error = dc.RankFailedError("step", [Finding("a", ranks=(0, 1))], tracebacks)
+    assert error.silent_ranks == silent
+
+
+def test_what_is_committed_is_never_given_up(tmp_path: Path) -> None:
+    attempt = Attempt.begin(tmp_path, ["w"])
+    attempt.commit(CheckpointingConfig("zarr", 2))
+    attempt.abandon()
+    assert dc.check_is_distributed_checkpoint(tmp_path)
+
+
+def test_claiming_a_folder_takes_no_more_memory_than_its_record(tmp_path: Path) -> None:
+    """An attempt that an earlier one has left is read at the size that it has."""
+    Attempt.begin(tmp_path, ["a"]).release()
+    tracemalloc.start()
+    Attempt.begin(tmp_path, ["a"]).release()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
