@@ -170,32 +170,35 @@ def make_durable_folder(path: Path) -> None:
             fsync_folder(folder.parent)
 
 
-def remove(path: Path, root: Path) -> None:
+def remove(path: Path, root: Path) -> bool:
     """Delete a file or folder below ``root``, and the parents that are empty then.
 
-    Nothing outside ``root`` is touched: a link is deleted and not followed. ValueError for a path
+    Returns whether it was there, as far as this machine knows. Nothing outside ``root`` is touched: a link is deleted and not followed. ValueError for a path
     that is not below ``root``.
     """
     parts = path.relative_to(root).parts
     if not parts or ".." in parts:
         raise ValueError(f"{path} is not below {root}")
     *above, name = parts
+    is_there = False
     with _descended(above, root) as folders:
         if len(folders) <= len(above):
-            return
+            return False
         with suppress(FileNotFoundError):
             mode = os.stat(name, dir_fd=folders[-1], follow_symlinks=False).st_mode
             if stat.S_ISDIR(mode):
                 shutil.rmtree(name, dir_fd=folders[-1])
             else:
                 os.unlink(name, dir_fd=folders[-1])
+            is_there = True
         for depth in reversed(range(len(above))):
             try:
                 os.rmdir(above[depth], dir_fd=folders[depth])
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                     raise
-                return
+                break
+    return is_there
 
 
 def is_real_folder(path: Path, root: Path) -> bool:

@@ -295,9 +295,10 @@ class Attempt:
             names, left = self.creates, dict.fromkeys(self.creates)
             for name in reversed(names):
                 with tolerant(f"could not remove {name} of a failed save"):
-                    local_folder.remove(self.folder / name, self.folder)
-                    del left[name]
-            # What is gone is no longer ours: the next file of that name may be somebody else's.
+                    if local_folder.remove(self.folder / name, self.folder):
+                        del left[name]
+            # What is gone is no longer ours: the next file of that name may be somebody else's. But
+            # what is not here may have been made by another machine, and be seen later.
             self.creates = tuple(left)
             with tolerant("could not note what a failed save left"):
                 if self._durability is Durability.FSYNC:
