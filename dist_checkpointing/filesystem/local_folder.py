@@ -173,8 +173,8 @@ def make_durable_folder(path: Path) -> None:
 def remove(path: Path, root: Path) -> bool:
     """Delete a file or folder below ``root``, and the parents that are empty then.
 
-    Returns whether it was there, as far as this machine knows. Nothing outside ``root`` is touched: a link is deleted and not followed. ValueError for a path
-    that is not below ``root``.
+    Returns whether it was there, as far as this machine knows. Nothing outside ``root`` is touched:
+    a link is deleted and not followed. ValueError for a path that is not below ``root``.
     """
     parts = path.relative_to(root).parts
     if not parts or ".." in parts:
