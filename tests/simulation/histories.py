@@ -51,8 +51,8 @@ class Event:
     """One event of a history.
 
     Attributes:
-        kind: "launch", "save", "async save", "old save", "load", "remove", "power cut", "clock",
-            "wait", "rivals" or "damage".
+        kind: "launch", "save", "async save", "old save", "load", "roll back", "remove",
+            "power cut", "clock", "wait", "rivals" or "damage".
         seed: Of what happens in it.
         number: Ranks of a launch; which step is loaded or removed, counted from the newest.
         faults: What happens to operations of the event.
@@ -107,7 +107,7 @@ class History:
         for _ in range(dice.randint(2, 8)):
             kinds = ["save"] * 6 + ["async save"] * 3 + ["launch"] * 3
             kinds += ["load", "load", "remove", "power cut", "clock", "wait", "old save", "damage"]
-            kinds += ["load"] + ["rivals"] * 3
+            kinds += ["roll back"] * 2 + ["rivals"] * 3
             events.append(_event(dice, dice.choice(kinds), place))
         return cls(
             seed,
@@ -166,7 +166,7 @@ def shortest(history: History) -> History:
 
 def _event(dice: random.Random, kind: str, place: str) -> Event:
     faults = []
-    faulty = ("launch", "save", "async save", "load", "remove", "rivals")
+    faulty = ("launch", "save", "async save", "load", "roll back", "remove", "rivals")
     if kind in faulty and dice.random() < 0.5:
         # Every second one is near where it matters: what a protocol does happens in few operations.
         operation = dice.choice(["", dice.choice(_OPERATIONS[place])])
@@ -181,7 +181,7 @@ def _event(dice: random.Random, kind: str, place: str) -> Event:
     number = 0
     if kind == "launch":
         number = dice.choice([1, 1, 2, 2, 3, 4, 8])
-    elif kind in ("load", "remove", "damage"):
+    elif kind in ("load", "roll back", "remove", "damage"):
         number = dice.randint(0, 3)
     return Event(kind, dice.randrange(1 << 30), number, tuple(faults))
 
@@ -303,6 +303,7 @@ class Player:
                 "save": self._save,
                 "async save": self._save,
                 "load": self._load,
+                "roll back": self._roll_back,
                 "remove": self._remove,
                 "old save": self._save_old,
                 "damage": self._damage,
@@ -572,10 +573,13 @@ class Player:
         if value is not None and (step, value) not in known:
             raise ViolationError(f"{flipped.path} was damaged, and {value} was loaded")
 
-        def command(rank: _Rank) -> tuple[int | None, int]:
+        def command(rank: _Rank) -> tuple[int | None, int | None]:
             assert rank.manager is not None
             valid = rank.manager.latest_valid()
-            return valid, value_of(rank.manager.load(state_of(rank.comm, None)))
+            try:
+                return valid, value_of(rank.manager.load(state_of(rank.comm, None)))
+            except CheckpointNotFoundError:
+                return valid, None
 
         results = self._command(event, command)
         flipped.flip()
@@ -583,7 +587,7 @@ class Player:
         given = {r for r in results.values() if not isinstance(r, Exception)}
         valid = {step for step, _ in given}
         values = {save[1] for state in self.oracle.states for save in state.must | state.may}
-        if not {value for _, value in given} <= values:
+        if not {value for _, value in given} <= {*values, None}:
             raise ViolationError(f"{flipped.path} was damaged, and {given} was loaded")
         if value is None and step in valid:
             raise ViolationError(f"{flipped.path} was damaged, and step {step} is said to be valid")
@@ -596,6 +600,12 @@ class Player:
         # Who goes on later may write down again what it knew before.
         step = None if self.left else step
         self.oracle.move(state.with_verified(step) for state in self.oracle.states)
+
+    def _roll_back(self, event: Event) -> None:
+        """Load an older step, and save what grows from it."""
+        self._load(Event("load", event.seed, 1 + event.number))
+        if self.training is not None:
+            self._save(event)
 
     def _remove(self, event: Event) -> None:
         steps = sorted({save[0] for state in self.oracle.states for save in state.must})
@@ -611,7 +621,10 @@ class Player:
         results = self._command(event, command)
         removed = [state.removed(step) for state in before]
         is_done = any(not isinstance(result, Exception) for result in results.values())
-        self.oracle.move(removed) if is_done else self.oracle.move(before, removed)
+        if is_done:
+            self.oracle.move(removed)
+        else:
+            self.oracle.move(before, removed, [state.half_removed(step) for state in before])
 
     def _check(self, *, is_settled: bool) -> None:
         """Look at the run as a reader on some machine does, if anything has changed."""

@@ -62,6 +62,11 @@ class State:
         line = tuple(save for save in self.line if save[0] != step)
         return State(line, others(self.must), others(self.may), others(self.verified))
 
+    def half_removed(self, step: int) -> State:
+        """After a removal was cut off: the step is there again if the next start completes it."""
+        gone = frozenset(save for save in self.must if save[0] == step)
+        return replace(self, must=self.must - gone, may=self.may | gone)
+
     def with_verified(self, step: int | None) -> State:
         """After a step was verified; None if it is not known what is noted as verified."""
         if step is None:
