@@ -1,17 +1,11 @@
 """One rank of tests/distributed/test_async.py: trains a toy, saving behind it.
 
-Usage: async_rank.py SCENARIO ROOT RANK WORLD_SIZE PORT STEPS KILL_AT
-
-KILL_AT is when this process kills itself: so many steps after it has resumed, and the fraction in
-tenths of a second after that; negative for never.
+Usage: async_rank.py SCENARIO ROOT RANK WORLD_SIZE PORT STEPS
 """
 
-import gc
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -65,7 +59,7 @@ class Toy:
         )
 
 
-def train(root: Path, rank: int, world_size: int, steps: int, kill_at: float) -> dict[str, Any]:
+def train(root: Path, rank: int, world_size: int, steps: int) -> dict[str, Any]:
     """Resume, and train on: what was loaded, and whether it was right."""
     # Making a comm is a step too, to which ranks may come late.
     comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), 20.0)
@@ -77,11 +71,7 @@ def train(root: Path, rank: int, world_size: int, steps: int, kill_at: float) ->
         loaded = manager.load(toy.state())
         report["resumed"] = toy.step = loaded["step"]
         report["right"] = toy.is_right() and loaded["rng"] == [toy.step]
-    first = toy.step
     while toy.step < steps:
-        if kill_at >= 0 and toy.step - first == int(kill_at):
-            delay = (kill_at % 1) * 0.1
-            threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         toy.advance()
         manager.async_save(toy.step, toy.state())
     manager.close()
@@ -105,31 +95,8 @@ def with_kept_savers(root: Path, rank: int, world_size: int) -> dict[str, Any]:
     return {"groups": groups}
 
 
-def with_dropped_savers(root: Path, rank: int, world_size: int, steps: int) -> dict[str, Any]:
-    """A saver for each save, dropped by some ranks while it is under way, by others later."""
-    toy = Toy(rank, world_size)
-    store: Any = dist.distributed_c10d._get_default_store()
-    left = []
-    for step in range(1, 1 + steps):
-        toy.advance()
-        saver = dc.AsyncSaver()
-        handle = saver.save(toy.state(), root / f"step-{step:08d}")
-        if (rank + step) % 2:
-            handle.result()
-        del saver
-        handle.result()
-        for thread in threading.enumerate():
-            if thread.name.startswith("async-save"):
-                thread.join()
-        gc.collect()
-        dist.barrier()
-        left.append((store.num_keys(), len(dist.distributed_c10d._world.pg_map)))
-        dist.barrier()
-    return {"left": left}
-
-
 def main() -> None:
-    scenario, root_text, rank_text, size_text, port, steps, kill_at = sys.argv[1:]
+    scenario, root_text, rank_text, size_text, port, steps = sys.argv[1:]
     root, rank = Path(root_text), int(rank_text)
     dist.init_process_group(
         "gloo",
@@ -138,30 +105,10 @@ def main() -> None:
         world_size=int(size_text),
         timeout=timedelta(seconds=20),
     )
-    if scenario == "part":
-        # Rank 2 knows nothing of what the two others do.
-        pair = dist.new_group([0, 1])
-        if rank < 2:
-            toy = Toy(rank, 2)
-            toy.step = 1
-            toy.weight += 1
-            toy.moment.fill_(1)
-            toy.shared.fill_(-1)
-            assert isinstance(pair, dist.ProcessGroup)
-            with dc.CheckpointManager(root, comm=TorchComm(pair)) as manager:
-                manager.async_save(1, toy.state())
-        dist.barrier()
-        dist.destroy_process_group()
-        return
     if scenario == "kept":
         report = with_kept_savers(root, rank, int(size_text))
         (root.parent / f"report-{rank}.json").write_text(json.dumps(report))
         return  # what is kept goes by itself
-    if scenario == "dropped":
-        report = with_dropped_savers(root, rank, int(size_text), int(steps))
-        (root.parent / f"report-{rank}.json").write_text(json.dumps(report))
-        dist.destroy_process_group()
-        return
     if scenario == "exit":
         # The last lines of a script that waits for nothing.
         toy = Toy(rank, int(size_text))
@@ -174,7 +121,7 @@ def main() -> None:
         dc.CheckpointManager(root).async_save(1, toy.state())
         raise KeyboardInterrupt if scenario == "interrupt" else ValueError("loss is nan")
     try:
-        report = train(root, rank, int(size_text), int(steps), float(kill_at))
+        report = train(root, rank, int(size_text), int(steps))
     except (dc.CheckpointingException, RuntimeError) as error:
         report = {"error": f"{type(error).__name__}: {error}"}
     report["at"] = time.time()

@@ -1,7 +1,7 @@
 """One rank of tests/distributed/test_save_load.py; writes what it saw to REPORTS/<rank>.json.
 
 Usage, under torchrun:  save_load_rank.py save|load CHECKPOINTS REPORTS
-By itself:              save_load_rank.py full-disk|killed|killed-in-load CHECKPOINTS REPORTS
+By itself:              save_load_rank.py full-disk|killed CHECKPOINTS REPORTS
                                           BACKEND VERSION RANK WORLD_SIZE PORT VICTIM
 """
 
@@ -124,14 +124,6 @@ class FullDisk(DefaultSavePlanner):
         raise OSError(28, f"No space left on device for {item.index.fqn}")
 
 
-class DiesInALoad(TorchComm):
-    """A rank that is gone before it has said which save it is loading."""
-
-    def all_same(self, number: int | None) -> bool:  # noqa: ARG002
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("killed")
-
-
 class Dies(DefaultSavePlanner):
     """A rank that is gone in the middle of a write, as if the kernel had run out of memory."""
 
@@ -142,7 +134,7 @@ class Dies(DefaultSavePlanner):
 
 
 def fails(scenario: str, checkpoints: Path, victim: int, backend: tuple[str, int]) -> Any:
-    """A good save, and then a save or load on which a rank fails: what this rank hears of it."""
+    """A good save, and then one on which a rank fails: what this rank hears of it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Making a comm is a step too, to which ranks may come late.
     comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), 20.0)
@@ -155,12 +147,7 @@ def fails(scenario: str, checkpoints: Path, victim: int, backend: tuple[str, int
         planner = FullDisk() if scenario == "full-disk" else Dies()
     begin = time.monotonic()
     try:
-        if scenario == "killed-in-load":
-            make = DiesInALoad if rank == victim else TorchComm
-            comm = make(dist.new_group(timeout=timedelta(seconds=20)), WAIT_SECONDS)
-            dc.load(mine, checkpoints / "first", comm=comm)
-        else:
-            dc.save(mine, checkpoints / "second", kind(planner=planner), comm=comm)
+        dc.save(mine, checkpoints / "second", kind(planner=planner), comm=comm)
     except dc.CheckpointingException as error:
         named = sorted({r for finding in error.findings for r in finding.ranks})
         seen: dict[str, Any] = {"class": type(error).__name__, "text": str(error), "ranks": named}

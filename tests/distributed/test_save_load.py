@@ -39,7 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return folder
 
 
-@pytest.mark.parametrize(("save_world", "load_world"), [(2, 4), (4, 2), (3, 2)])
+@pytest.mark.parametrize(("save_world", "load_world"), [(2, 4), (3, 2)])
 def test_other_numbers_of_processes(
     saved: Checkpoints, tmp_path: Path, save_world: int, load_world: int
 ) -> None:
@@ -49,7 +49,7 @@ def test_other_numbers_of_processes(
     assert wrong == [[]] * load_world
 
 
-@pytest.mark.parametrize("save_world", [2, 3, 4])
+@pytest.mark.parametrize("save_world", [2, 3])
 def test_one_plain_process(saved: Checkpoints, save_world: int) -> None:
     """Without any process group."""
     folder = saved(save_world)
@@ -91,10 +91,9 @@ def assert_holds_everything(folder: Path) -> None:
         assert tensors[key].equal(RANK["whole"](key)), key
 
 
-@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)])
-def test_a_full_disk_on_one_rank(tmp_path: Path, backend: tuple[str, int]) -> None:
+def test_a_full_disk_on_one_rank(tmp_path: Path) -> None:
     """All ranks raise the same error; the old checkpoint is whole, and the folder is free."""
-    reports = reports_of("full-disk", tmp_path, backend, victim=1)
+    reports = reports_of("full-disk", tmp_path, ("zarr", 2), victim=1)
     assert all(report is not None for report in reports)
     texts = {report["text"] for report in reports if report}
     assert len(texts) == 1
@@ -108,9 +107,7 @@ def test_a_full_disk_on_one_rank(tmp_path: Path, backend: tuple[str, int]) -> No
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("backend", "victim"), [(("zarr", 1), 1), (("zarr", 2), 2), (("zarr", 2), 0)]
-)
+@pytest.mark.parametrize(("backend", "victim"), [(("zarr", 1), 1), (("zarr", 2), 0)])
 def test_a_rank_is_killed_while_it_writes(
     tmp_path: Path, backend: tuple[str, int], victim: int
 ) -> None:
@@ -140,15 +137,3 @@ def test_a_rank_is_killed_while_it_writes(
     for key in RANK["GLOBAL"].keys() - {"columns"}:
         assert tensors[key].equal(RANK["whole"](key)), key
     assert not (second / "columns").exists()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_is_killed_while_it_loads(tmp_path: Path, victim: int) -> None:
-    """It dies where ranks compare a number, which names nobody by itself."""
-    reports = reports_of("killed-in-load", tmp_path, ("zarr", 2), victim)
-    assert reports.pop(victim) is None
-    for report in reports:
-        assert report is not None
-        assert (report["class"], report["ranks"]) == ("RankFailedError", [victim]), report
-    assert len({report["text"] for report in reports if report}) == 1

@@ -189,17 +189,6 @@ def dead(rank: int) -> Report:
     return report | {"seconds": time.monotonic() - begin}
 
 
-def dead_rank0(rank: int) -> Report:
-    comm = make_comm()
-    comm.agree("start", None)
-    if rank == 0:
-        time.sleep(0.5)  # the others have heard of the start, even if rank 0 hosts the store
-        os._exit(3)
-    begin = time.monotonic()
-    report: Report = {"error": caught(lambda: comm.agree("commit", None))}
-    return report | {"seconds": time.monotonic() - begin}
-
-
 def dead_host(rank: int) -> Report:
     """Rank 0, which holds the store, dies between the first step and the second."""
     comm = make_comm()
@@ -210,14 +199,14 @@ def dead_host(rank: int) -> Report:
     return {"error": caught(lambda: comm.agree("commit", None))}
 
 
-def killed(rank: int, victim: int = 2) -> Report:
+def killed(rank: int) -> Report:
     """A rank is killed in a save, where the others wait for it. One of them is slow and lives."""
     comm = TorchComm(make_group(), 1800.0)
     folder = Path(comm.from_rank0("making a folder", tempfile.mkdtemp))
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3), (0, rank, 3))}
 
     def watch(progress: Progress) -> None:
-        if progress.phase == "writing" and rank == victim:
+        if progress.phase == "writing" and rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         if progress.phase == "writing" and rank == 1 and not slept.is_set():
             slept.set()
@@ -229,10 +218,6 @@ def killed(rank: int, victim: int = 2) -> Report:
     if rank == 1:
         shutil.rmtree(folder)
     return report
-
-
-def killed_rank_0(rank: int) -> Report:
-    return killed(rank, 0)
 
 
 def stopped(rank: int) -> Report:
@@ -254,14 +239,6 @@ def done(_rank: int) -> Report:
     """Every rank ends as soon as it has agreed, and rank 0 is the first to know."""
     comm = make_comm()
     return {"error": caught(lambda: comm.agree("commit", None))}
-
-
-def dead_in_a_collective(rank: int) -> Report:
-    comm = make_comm()
-    comm.agree("start", None)
-    if rank == 2:
-        os._exit(3)
-    return {"error": caught(lambda: comm.all_gather(rank))}
 
 
 def interrupted(rank: int) -> Report:
@@ -290,63 +267,7 @@ def late(rank: int) -> Report:
     return report
 
 
-def late_for_a_number(rank: int) -> Report:
-    comm = make_comm()
-    board = comm._steps._notes
-    comm.agree("start", None)
-    if rank == 0:
-        # It has time left when rank 1 gives up.
-        while not board.keys.wait(["at/1"]) or board._read("at/1").number < 2:
-            time.sleep(0.02)
-        time.sleep(WAIT_SECONDS / 2)
-    if rank == 2:
-        while not board.keys.wait(["broken"]):
-            time.sleep(0.02)
-    numbers = (7, rank, None, 7)
-    return {"all_same": [caught(lambda n=number: comm.all_same(n)) for number in numbers]}  # type: ignore[misc]
-
-
-def frozen(rank: int) -> Report:
-    """Rank 2 is stopped inside one step after another, and goes on when the others have failed."""
-    comms = {phase: make_comm(FROZEN_SECONDS) for phase in FROZEN_IN}
-    pids = comms["start"].all_gather(os.getpid())
-    report: Report = {}
-    for phase, (place, action) in FROZEN_IN.items():
-        comm = comms[phase]
-        if rank == 2:
-            stop_before(comm._steps.channel, place)
-
-        def two_steps(comm: TorchComm = comm, action: Callable[..., object] = action) -> None:
-            action(comm)
-            comm.agree("next", None)
-
-        begin = time.monotonic()
-        report[phase] = caught(two_steps)
-        report[phase]["seconds"] = time.monotonic() - begin
-        if rank == 0:
-            os.kill(pids[2], signal.SIGCONT)
-        # Nobody leaves while another still looks for the reason, and all begin the next at once.
-        dist.barrier()
-    return report
-
-
-def frozen_host(rank: int) -> Report:
-    """Rank 0, which holds the store, is stopped."""
-    comm = make_comm()
-    pids = comm.all_gather(os.getpid())
-    if rank == 0:
-        stop_before(comm._steps.channel, "gather")
-    report = {"error": caught(lambda: comm.all_gather(rank))}
-    report["again"] = caught(lambda: comm.all_gather(rank))
-    Path(sys.argv[4]).with_suffix(f".{rank}").touch()
-    while not Path(sys.argv[4]).with_suffix(f".{3 - rank}").exists():
-        time.sleep(0.02)
-    if rank == 1:
-        os.kill(pids[0], signal.SIGKILL)
-    return report
-
-
-def stopped_host(rank: int, stopped_in: str) -> Report:
+def stopped_host(rank: int) -> Report:
     """Rank 0, which holds the store, is stopped while the others wait; all end without it."""
     channel.SILENT_SECONDS = FROZEN_SECONDS  # type: ignore[misc]
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3), (0, rank, 3))}
@@ -360,46 +281,8 @@ def stopped_host(rank: int, stopped_in: str) -> Report:
         if rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def use() -> None:
-        if stopped_in == "save":
-            save(state, folder / "2", progress=stop)
-        # One that is stopped while it reads does not come to the next.
-        for _ in range(2):
-            load(state, folder / "1", progress=stop)
-
     save(state, folder / "1", progress=be_slow)
-    return {"error": caught(use)}
-
-
-def stopped_host_in_save(rank: int) -> Report:
-    return stopped_host(rank, "save")
-
-
-def stopped_host_in_load(rank: int) -> Report:
-    return stopped_host(rank, "load")
-
-
-def stop_before(channel: Any, name: str) -> None:
-    """Stop this process when it is about to hand something over."""
-    original = getattr(channel, name)
-
-    def stop(*arguments: Any) -> Any:
-        setattr(channel, name, original)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return original(*arguments)
-
-    setattr(channel, name, stop)
-
-
-FROZEN_IN: dict[str, tuple[str, Callable[[TorchComm], object]]] = {
-    "start": ("total", lambda comm: comm.agree("start", None)),
-    "number": ("total", lambda comm: comm.all_same(7)),
-    "gather": ("gather", lambda comm: comm.all_gather("x" * 100_000)),
-    "to rank 0": ("gather_at_rank0", lambda comm: comm.to_rank0("tell", lambda: "x" * 100_000)),
-    "from rank 0": ("broadcast", lambda comm: comm.from_rank0("say", lambda: "x" * 100_000)),
-    "broadcast": ("broadcast", lambda comm: comm.broadcast("x" * 100_000)),
-    "tensor": ("broadcast_tensor", lambda comm: comm.broadcast_tensor(torch.ones(9), 0)),
-}
+    return {"error": caught(lambda: save(state, folder / "2", progress=stop))}
 
 
 def different_calls(rank: int) -> Report:
@@ -413,32 +296,6 @@ def different_calls(rank: int) -> Report:
     report: Report = {"errors": [caught(pair[rank == 1]) for pair in calls]}
     report["after"] = comm.all_gather(rank)
     report["committed"] = (folder / "metadata.json").exists()
-    return report
-
-
-def absent_from_the_first_call(rank: int) -> Report:
-    dist.barrier()  # all have joined the world
-    os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"] = "2.5"
-    report: Report = {}
-    if rank != 1:
-        report["error"] = caught(default_comm)
-    return report
-
-
-def frozen_host_from_the_first_call(rank: int) -> Report:
-    """Rank 0, which holds the store, is stopped before anybody has made a comm."""
-    os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"] = "2.5"
-    pids: list[Any] = [None] * dist.get_world_size()
-    group = dist.new_group(backend="gloo")
-    dist.all_gather_object(pids, os.getpid(), group=group)
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    report = {"error": caught(default_comm), "again": caught(lambda: TorchComm(group, 2.5))}
-    Path(sys.argv[4]).with_suffix(f".{rank}").touch()
-    while not Path(sys.argv[4]).with_suffix(f".{3 - rank}").exists():
-        time.sleep(0.02)
-    if rank == 1:
-        os.kill(pids[0], signal.SIGKILL)
     return report
 
 

@@ -13,6 +13,7 @@ import pytest
 import store_commit
 from explorer import Explored, explore, shortest_way
 from folder_commit import folder_model
+from folder_traces import first_impossible, folder_trace
 from store_commit import store_model
 from traces import first_departure, traced
 
@@ -173,3 +174,24 @@ def test_the_code_does_not_follow_a_protocol_without_a_step() -> None:
         for seed in range(5)
     ]
     assert all(departure and "lists claims" in departure for departure in found)
+
+
+def folder_departure(seed: int, **faults: bool) -> str | None:
+    """Where three real saves into a folder leave the model; None if they do not."""
+    overwrite = seed % 2 == 1
+    events = folder_trace(seed, ABC, overwrite=overwrite, kill=(seed * 7) % 150)
+    assert len(events) > 1
+    planted = folder_commit.Faults(**faults)
+    return first_impossible(folder_model(ABC, overwrite=overwrite, faults=planted), events)
+
+
+@pytest.mark.parametrize("seeds", [range(6), minutes(range(6, 40))], ids=str)
+def test_what_the_code_does_to_a_folder_is_a_path_of_the_model(seeds: range) -> None:
+    for seed in seeds:
+        departure = folder_departure(seed)
+        assert departure is None, f"seed {seed}: {departure}"
+
+
+def test_a_folder_is_not_saved_into_by_a_protocol_without_a_step() -> None:
+    assert any(folder_departure(seed, commit_before_data=True) for seed in range(3))
+    assert any(folder_departure(seed, clear_before_end=True) for seed in range(1, 12, 2))
