@@ -105,6 +105,12 @@ def test_a_large_tensor_shows_its_corners(tmp_path: Path, dckpt: Run) -> None:
     assert found == set(full[rows][:, columns].reshape(-1).tolist())
     assert "..." in values
     assert "min 0  max 149999  mean 74999.5" in out
+    out = dckpt("show", tmp_path / "c", "w", "--slice", "5:,::7", "--no-statistics").out
+    found = {
+        int(word) for word in re.findall(r"\d+", out.partition("2995x8\n")[2].partition("\n\n")[0])
+    }
+    columns = [0, 7, 14, 35, 42, 49]
+    assert found == set(full[[5, 6, 7, 2997, 2998, 2999]][:, columns].reshape(-1).tolist())
 
 
 KINDS = {

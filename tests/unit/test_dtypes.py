@@ -91,37 +91,6 @@ def test_an_unknown_torch_dtype_names_the_key_and_a_way_out(dtype: torch.dtype) 
             use()
 
 
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "contiguous": lambda t: t,
-    "rows": lambda t: t[1:3],
-    "columns": lambda t: t[:, 1::2],
-    "transposed": lambda t: t.t(),
-    "strided": lambda t: t[::2, ::3].t(),
-    "one element": lambda t: t[2, 3],
-    "no rows": lambda t: t[2:2],
-    "no columns": lambda t: t[:, :0],
-    "expanded": lambda t: t[:1].expand(5, -1),
-    "3-d": lambda t: t.reshape(2, 2, 6).permute(2, 0, 1),
-}
-
-
-@each_dtype
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bits_survive_the_way_through_numpy(row: DType, layout: str) -> None:
-    tensor = LAYOUTS[layout](random_bits((4, 6), row.torch))
-    array = as_numpy(tensor)
-    assert array.dtype == row.numpy
-    assert array.shape == tuple(tensor.shape)
-    assert array.tobytes() == tensor_bytes(tensor)
-    again = tensor_memory.as_tensor(array, row.torch)
-    assert again.dtype == row.torch
-    assert again.shape == tensor.shape
-    assert tensor_bytes(again) == tensor_bytes(tensor)
-    if tensor.numel():
-        assert again.data_ptr() == tensor.data_ptr()
-        assert again.stride() == tensor.stride()
-
-
 @each_dtype
 def test_every_bit_pattern_survives_also_under_the_name_of_another_dtype(row: DType) -> None:
     """What a file reader has are the right bytes under another name."""
@@ -146,15 +115,6 @@ def test_lazy_conjugates_and_negations_are_resolved(dtype: torch.dtype) -> None:
     assert as_numpy(conjugate.t()[1]).tolist() == [3j, 4]
     assert as_numpy(negative).tolist() == [[-2, 3], [0, 0]]
     assert tensor.tolist() == [[1 + 2j, -3j], [0.5, 4]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_give_up_their_memory_without_a_graph(dtype: torch.dtype) -> None:
-    parameter = torch.nn.Parameter(torch.ones(3, dtype=dtype))
-    array = as_numpy(parameter)
-    array[0] = 5
-    assert parameter.tolist() == [5, 1, 1]
-    assert parameter.requires_grad
 
 
 def all_values(dtype: torch.dtype) -> torch.Tensor:

@@ -60,16 +60,6 @@ def test_torch_and_zip_tools_read_what_is_framed_here_and_we_read_both(
         assert record[found.start : found.start + tensor.nbytes] == bits(tensor)
 
 
-def test_a_view_lies_otherwise_in_its_storage() -> None:
-    whole = torch.arange(12.0).reshape(4, 3)
-    found = find(saved(whole.t()[1:]))
-    assert (found.shape, found.stride, found.offset) == ((2, 4), (1, 3), 1)
-    assert not found.is_contiguous
-    rows = find(saved(whole[2:]))
-    assert rows.is_contiguous
-    assert rows.start == find(saved(whole)).start + 6 * 4
-
-
 class _Sparse(io.RawIOBase):
     """The record of a tensor of more than 4 GiB of zeros, most of which is nowhere."""
 

@@ -15,15 +15,10 @@ from dist_checkpointing.mapping import flatten, unflatten
 from dist_checkpointing.mapping.nested_dicts import (
     MISSING,
     NO_LEAF,
-    DictKey,
     Path,
-    Position,
     Structure,
-    is_container,
-    mapped,
     overlay,
     part_of,
-    path_text,
     paths_of,
     value_at,
 )
@@ -190,16 +185,6 @@ def test_only_the_way_to_wanted_leaves_is_opened(tree: Any, data: st.DataObject)
         assert path == () or any(way[: len(path) - 1] == path[:-1] for way in wrapped)
 
 
-def test_what_holds_no_wanted_leaf_stays_closed() -> None:
-    inner, plain, empty = [Wrapped("w")], {"x": 1}, list[Any]()
-    tree = {"a": inner, "b": plain, "c": (inner, empty)}
-    found, _ = flatten(tree, wanted=_is_wrapped)
-    assert [id(leaf) for leaf in found.values()] == [
-        id(inner[0]), id(plain), id(inner[0]), id(empty)
-    ]  # fmt: skip
-    assert flatten(plain, wanted=_is_wrapped) == ({(): plain}, None)
-
-
 def _close_gaps(tree: Any) -> Any:
     """What a Megatron writer leaves of a nest of dicts and lists when wrapped leaves are taken out.
 
@@ -242,24 +227,6 @@ def _overlaid(template: Any, base: Any) -> Any:
 @given(old_trees)
 def test_overlay_opens_the_lists_that_an_older_writer_closed(tree: dict[str, Any]) -> None:
     assert same(_overlaid(tree, _close_gaps(tree)), tree)
-
-
-def test_mixed_lists_keep_their_places() -> None:
-    first, last = Wrapped("0"), Wrapped("2")
-    tree = {"a": [first, 1, last], "t": (2, first), "p": Point(first, 3), "all": [first]}
-    part = mapped(tree, lambda leaf: MISSING if isinstance(leaf, Wrapped) else leaf)
-    assert same(part, {"a": [None, 1, None], "t": (2, None), "p": (None, 3)})
-
-
-@pytest.mark.parametrize(
-    "leaf",
-    [torch.Size([2, 3]), "text", b"bytes", range(3), {1, 2}, torch.zeros(2), torch.ones(2).max(0)],
-    ids=lambda leaf: type(leaf).__name__,
-)
-def test_what_means_one_value_is_a_leaf(leaf: object) -> None:
-    assert not is_container(leaf)
-    found, _ = flatten({"x": leaf})
-    assert found[(DictKey("x"),)] is leaf
 
 
 class Annotated(dict[str, Any]):
@@ -325,17 +292,3 @@ def test_conflicts_name_the_place(template: Any, base: Any, where: str) -> None:
     assert finding.expected
     assert finding.found
     assert finding.remedy
-
-
-def test_the_base_is_not_changed() -> None:
-    base = {"a": [None, 1], "only stored": [1, 2]}
-    before = copy.deepcopy(base)
-    result = _overlaid({"a": [W, 1], "b": {"c": W}}, base)
-    assert base == before
-    assert result == {"a": [W, 1], "b": {"c": W}, "only stored": [1, 2]}
-
-
-def test_path_text_is_code() -> None:
-    path = (DictKey("a"), Position(0), DictKey(1), DictKey((2, "b")))
-    assert path_text(path) == "state_dict['a'][0][1][(2, 'b')]"
-    assert path_text(()) == "state_dict"
