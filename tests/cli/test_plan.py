@@ -1,12 +1,10 @@
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from dist_checkpointing import Checkpoint
@@ -20,7 +18,7 @@ from dist_checkpointing.format import (
     write_index,
 )
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
-from dist_checkpointing.tools import app, report
+from dist_checkpointing.tools import app
 from samples import GOLDEN, GOLDEN_NAMES
 from states import BACKEND, rows, save_on, shard as replicated
 
@@ -239,20 +237,6 @@ def test_a_function_that_makes_tensors_without_memory(folder: Path) -> None:
 
 
 # What a person sees.
-
-
-@pytest.mark.parametrize("columns", [60, 80, 160])
-def test_lines_fit_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    terminal = Console(force_terminal=True, color_system=None, width=columns)
-    monkeypatch.setattr(report, "out", terminal)
-    shutil.copytree(GOLDEN / "mc0.15.3_zarr", tmp_path / "c")
-    text = invoke(tmp_path / "c", "--tp", 2, "--dp", 4)
-    # A path may be longer than any terminal is wide.
-    assert max(map(len, text.splitlines()[1:])) <= columns
-    assert "…" not in text
-    assert "504 B" in text
 
 
 def test_many_ranks_are_summed_up(tmp_path: Path) -> None:

@@ -137,18 +137,6 @@ def test_every_kind(sample: Sample, dckpt: Run) -> None:
         assert all(word in out for word in words), key
 
 
-def test_json_of_objects_and_common_state(sample: Sample, dckpt: Run) -> None:
-    document = dckpt("show", sample.folder, "rng", "--json").json
-    assert document["cells"] == [
-        {"cell": [0], "value": {"seed": [0, 5]}},
-        {"cell": [1], "value": {"seed": [1, 5]}},
-    ]
-    document = dckpt("show", sample.folder, "args.betas", "--json").json
-    assert (document["type"], document["value"]) == ("tuple", [0.9, 0.95])
-    document = dckpt("show", sample.folder, "args", "--json").json
-    assert "lr=0.0001" in document["value"]
-
-
 @pytest.mark.parametrize("name", ["mc0.12.0_zarr", "mc0.15.3_zarr", "mc0.15.3_torch_dist"])
 def test_objects_of_real_releases(samples: Samples, dckpt: Run, name: str) -> None:
     finished = dckpt("show", samples(name).folder, "rng_state", code=0)

@@ -122,7 +122,7 @@ def test_a_training_goes_on_from_it(converted: Path) -> None:
 
 
 @ALL
-@examples(60)
+@examples(20)
 @given(data=st.data())
 def test_every_box_can_be_read(name: str, data: st.DataObject) -> None:
     names = ("model.embed.weight", "optimizer.state.body.weight.exp_avg_sq")

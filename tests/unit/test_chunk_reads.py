@@ -200,19 +200,14 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("shape", "box", "most_bytes"),
     [
-        # One rank's rows into one of 64 columns, and one of 16.
+        # One rank's rows into one of 64 columns.
         ((256, 2**16), Box((0, 2**12), (256, 2**10)), 256 * 4096),
-        ((64, 2**16), Box((3, 2**12), (60, 2**12)), 60 * 2**14),
         # Gaps that are a tenth of the runs are read over.
         ((256, 1100), Box((0, 100), (256, 1000)), 256 * 4400),
-        # Runs of less than 4 KiB, near and far from each other.
-        ((256, 1024), Box((0, 64), (256, 64)), 256 * 4096),
+        # Runs of less than 4 KiB, far from each other.
         ((64, 2**15), Box((0, 64), (64, 64)), 64 * 256),
         # Some columns of some experts: the gaps between these are larger.
         ((8, 64, 2**13), Box((1, 0, 0), (5, 16, 2**11)), 5 * 16 * 2**13),
-        ((4, 512, 256), Box((0, 0, 0), (4, 8, 128)), 4 * 8 * 1024),
-        # All of an axis within the runs.
-        ((64, 64, 256), Box((0, 8, 0), (64, 8, 256)), 64 * 8192),
     ],
 )
 def test_columns_are_read_without_what_lies_between(

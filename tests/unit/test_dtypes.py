@@ -51,8 +51,8 @@ def test_zarr_v2_names_are_those_of_the_format() -> None:
             assert np.dtype(spelling) == np.dtype(name)
 
 
-OTHER_NAMES = ["", "float", "f4", "<f4", "Float32", "float128", "object", "|O"]
-OTHER_ZARR_NAMES = ["", ">f4", ">i8", "float32", "|O", "<U4", "|V2", "=f4"]
+OTHER_NAMES = ["", "float", "<f4", "Float32", "object"]
+OTHER_ZARR_NAMES = ["", ">f4", "float32", "|O", "=f4"]
 
 
 @pytest.mark.parametrize(
@@ -180,11 +180,9 @@ def test_lossless_means_that_every_value_comes_back_and_refused_that_some_do_not
     [
         *((row.torch, row.torch, True) for row in DTYPES),
         (torch.int8, torch.int16, True),
-        (torch.int32, torch.int64, True),
         (torch.uint8, torch.int16, True),
         (torch.bool, torch.uint8, True),
         (torch.int8, torch.uint8, False),
-        (torch.uint8, torch.int8, False),
         (torch.int16, torch.int8, False),
         (torch.float32, torch.int64, False),
         (torch.uint64, torch.int64, False),

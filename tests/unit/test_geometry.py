@@ -59,15 +59,6 @@ def test_intersect_and_contains(data: st.DataObject) -> None:
     assert a.contains(a)
 
 
-def test_boxes_of_different_rank_do_not_mix() -> None:
-    flat, square = Box((0,), (4,)), Box((0, 0), (4, 4))
-    for one, other in ((flat, square), (square, flat)):
-        with pytest.raises(ValueError, match=r"zip|axes"):
-            one.intersect(other)
-        with pytest.raises(ValueError, match=r"zip|axes"):
-            one.contains(other)
-
-
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (0, 13), (13, 13)])
 def test_split_flat_range_refuses_what_is_outside(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="outside"):
@@ -99,15 +90,6 @@ def test_chunks_partition_the_tensor(grid: ChunkGrid) -> None:
         assert grid.index_at(box.offset) == index
         assert grid.index_at(tuple(s - 1 for s in box.stop)) == index
     assert (owner != -1).all()
-
-
-@examples(150)
-@given(st.data())
-def test_meeting_is_what_a_scan_over_all_chunks_finds(data: st.DataObject) -> None:
-    grid = data.draw(grids())
-    box = data.draw(boxes_in(grid.global_shape))
-    scan = [(index, grid.box(index).intersect(box)) for index in all_indices(grid)]
-    assert list(grid.intersecting(box)) == [(i, common) for i, common in scan if common is not None]
 
 
 @examples(150)

@@ -20,7 +20,6 @@ from dist_checkpointing.mapping.nested_dicts import (
     overlay,
     part_of,
     paths_of,
-    value_at,
 )
 from tiers import examples
 
@@ -161,30 +160,6 @@ def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
     assert identities(part) == ids
 
 
-def _is_wrapped(leaf: object) -> bool:
-    return isinstance(leaf, Wrapped)
-
-
-@examples(150)
-@given(trees, st.data())
-def test_only_the_way_to_wanted_leaves_is_opened(tree: Any, data: st.DataObject) -> None:
-    found, structure = flatten(tree)
-    chosen = data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
-    marked = {
-        path: Wrapped("w") if choice else leaf
-        for (path, leaf), choice in zip(found.items(), chosen, strict=True)
-    }
-    mixed = unflatten(structure, marked)
-    some, ways = flatten(mixed, wanted=_is_wrapped)
-    assert same(unflatten(ways, some), mixed)
-    wrapped = {path for path, leaf in marked.items() if isinstance(leaf, Wrapped)}
-    assert {path for path, leaf in some.items() if isinstance(leaf, Wrapped)} == wrapped
-    for path, leaf in some.items():
-        assert value_at(mixed, path) is leaf
-        # What is left closed stands beside a wrapped leaf, never further down.
-        assert path == () or any(way[: len(path) - 1] == path[:-1] for way in wrapped)
-
-
 def _close_gaps(tree: Any) -> Any:
     """What a Megatron writer leaves of a nest of dicts and lists when wrapped leaves are taken out.
 
@@ -270,11 +245,7 @@ W = Wrapped("w")
     [
         ({"a": {"w": W}}, {"a": {"w": 5}}, "state_dict['a']['w']"),
         ({"a": W}, {"a": torch.zeros(100)}, "state_dict['a']"),
-        ({"a": {"w": W}}, {"a": {"w": {}}}, "state_dict['a']['w']"),
-        ({"a": {"w": W}}, {"a": 3}, "state_dict['a']"),
         ({"a": {"w": W}}, {"a": [1]}, "state_dict['a']"),
-        ({"a": [W, 1]}, {"a": {"0": 1}}, "state_dict['a']"),
-        ({"a": [W, 1]}, {"a": "ab"}, "state_dict['a']"),
         ({"a": [W, 1]}, {"a": [1, 2, 3]}, "state_dict['a']"),
         ({"a": [W, 1]}, {"a": [5, 1]}, "state_dict['a'][0]"),
         ({1: {(2, "x"): [1, W]}}, {1: {(2, "x"): [1, 2]}}, "state_dict[1][(2, 'x')][1]"),

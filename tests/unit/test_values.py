@@ -10,6 +10,7 @@ from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.testing import random_bits
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.values import (
+    ReusedMemory,
     Statistics,
     statistics_of,
     statistics_of_part,
@@ -83,19 +84,22 @@ def test_streaming(checkpoint: Checkpoint) -> None:
     assert max(seen) <= 500
 
 
-@pytest.mark.parametrize("memory_bytes", [4, 500, 2**30])
-@pytest.mark.parametrize(
-    "slices",
-    [
-        ...,
-        (slice(3, 33), slice(5, 8)),
-        (slice(None, None, 7), slice(1, None, 3)),
-        (5,),
-        (5, 6),
-        (slice(4, 4),),
-    ],
-)
+@pytest.mark.parametrize("memory_bytes", [4, 500])
+@pytest.mark.parametrize("slices", [(slice(None, None, 7), slice(1, None, 3)), (5, 6)])
 def test_statistics_of_a_part(checkpoint: Checkpoint, slices: Any, memory_bytes: int) -> None:
     full = checkpoint["w"][...]
     found = statistics_of_part(checkpoint["w"], slices, memory_bytes=memory_bytes)
     assert_alike(found, oracle(full[slices]))
+
+
+def test_memory_that_nobody_looks_into_any_more_is_used_again() -> None:
+    memory = ReusedMemory()
+    memory.most_bytes = 2**22
+    first = memory((2**20,), dtype=torch.float32)
+    address, part = first.data_ptr(), first[5:]
+    del first
+    assert memory((2**20,), dtype=torch.float32).data_ptr() != address, "a view holds it"
+    del part
+    again = memory((3, 2**19), dtype=torch.bfloat16)
+    assert (again.data_ptr(), again.shape, again.dtype) == (address, (3, 2**19), torch.bfloat16)
+    assert memory((), dtype=torch.int8).shape == ()
