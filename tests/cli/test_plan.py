@@ -19,7 +19,6 @@ from dist_checkpointing.format import (
 )
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.tools import app
-from samples import GOLDEN, GOLDEN_NAMES
 from states import BACKEND, rows, save_on, shard as replicated
 
 RUNNER = CliRunner()
@@ -122,15 +121,6 @@ def test_compressed_chunks_are_read_whole(tmp_path: Path) -> None:
     # A quarter of the rows lies in half of the chunks.
     assert rows[0]["read_bytes"] == sum((folder / n).stat().st_size for n in rows[0]["files"])
     assert len(rows[0]["files"]) == 3
-
-
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_on_the_checkpoints_of_megatron(name: str) -> None:
-    opened = Checkpoint.open(GOLDEN / name)
-    plan = planned(GOLDEN / name, "--dp", 3)
-    assert plan["wanted_bytes"] == 3 * sum(handle.num_bytes for handle in opened.values())
-    assert plan["findings"] == []
-    assert all((GOLDEN / name / file).is_file() for file in plan["files"])
 
 
 def test_a_checkpoint_far_larger_than_memory(tmp_path: Path) -> None:

@@ -151,14 +151,6 @@ def test_strange_objects_need_trust(tmp_path: Path, dckpt: Run) -> None:
     assert "re.compile('x')" in dckpt("show", tmp_path / "c", "o", "--trusted").out
 
 
-def test_a_damaged_chunk_is_named(samples: Samples, tmp_path: Path, dckpt: Run) -> None:
-    sample = samples("zarr-2").copied(tmp_path / "c")
-    (sample.folder / "decoder.weight" / "c.1.0").unlink()
-    finished = dckpt("show", sample.folder, "decoder.weight", code=2, out="")
-    assert "c.1.0" in finished.err
-    assert dckpt("show", sample.folder, "decoder.weight", "-s", ":8").code == 0
-
-
 def test_a_value_of_a_class_that_is_not_imported_is_named(
     tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

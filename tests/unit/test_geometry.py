@@ -9,25 +9,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dist_checkpointing.format import Box, ChunkGrid, Window
-from dist_checkpointing.format.geometry import (
-    Ints,
-    boxes_of_part,
-    split_flat_range,
-)
+from dist_checkpointing.format.geometry import Ints, split_flat_range
 from tiers import examples
 
 # The longest axis is 6 and there are up to 4: at most 1296 elements to enumerate.
 shapes = st.lists(st.integers(0, 6), min_size=0, max_size=4).map(tuple)
-
-
-@st.composite
-def boxes_in(draw: st.DrawFn, shape: Ints, *, least: int = 0) -> Box:
-    offset, extents = [], []
-    for extent in shape:
-        start = draw(st.integers(0, extent - min(least, extent)))
-        offset.append(start)
-        extents.append(draw(st.integers(min(least, extent - start), extent - start)))
-    return Box(tuple(offset), tuple(extents))
 
 
 def numbers(shape: Ints) -> npt.NDArray[np.int64]:
@@ -38,25 +24,6 @@ def elements(box: Box, shape: Ints) -> list[int]:
     """Flat numbers of the box's elements in an array of ``shape``, in C order."""
     values: list[int] = numbers(shape)[box.slices()].ravel().tolist()
     return values
-
-
-@examples(150)
-@given(st.data())
-def test_intersect_and_contains(data: st.DataObject) -> None:
-    shape = data.draw(shapes)
-    a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
-    own, other = set(elements(a, shape)), set(elements(b, shape))
-    common = a.intersect(b)
-    assert b.intersect(a) == common
-    if common is None:
-        assert not own & other
-    else:
-        assert set(elements(common, shape)) == own & other != set()
-        assert a.contains(common)
-        assert b.contains(common)
-    if other:
-        assert a.contains(b) == (other <= own)
-    assert a.contains(a)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (0, 13), (13, 13)])
@@ -111,12 +78,3 @@ def test_split_flat_range_covers_exactly_and_in_order(data: st.DataObject) -> No
         run = Window(-start, shape, box).contiguous_range()
         assert run == (filled, filled + box.num_elements)
         filled += box.num_elements
-
-
-def test_a_part_is_its_box_or_the_runs_of_its_flat_range() -> None:
-    box = Box((2, 1), (3, 4))
-    assert boxes_of_part(box, None) == [box]
-    inside = numbers((6, 6))[box.slices()].reshape(-1)
-    for start, stop in itertools.combinations_with_replacement(range(13), 2):
-        found = [n for own in boxes_of_part(box, (start, stop)) for n in elements(own, (6, 6))]
-        assert found == inside[start:stop].tolist()

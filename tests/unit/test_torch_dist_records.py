@@ -115,7 +115,7 @@ def rezipped(record: bytes, **changes: Any) -> bytes:
     buffer = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(record)) as source,
-        zipfile.ZipFile(buffer, "w", changes.pop("compression", zipfile.ZIP_STORED)) as target,
+        zipfile.ZipFile(buffer, "w") as target,
     ):
         for name in source.namelist():
             content = changes.get(name.partition("/")[2].replace(".", "_"), source.read(name))
@@ -134,8 +134,6 @@ def test_an_archive_packed_by_another_program_is_read() -> None:
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        (b"", "0 bytes"),
-        (b"x" * 1000, "does not end like"),
         (RECORD[:-1], "does not end like"),
         (RECORD[1:], "damaged|directory|ended"),
         (rezipped(RECORD, data_pkl=None), "no data.pkl"),
@@ -144,7 +142,6 @@ def test_an_archive_packed_by_another_program_is_read() -> None:
         (rezipped(RECORD, byteorder=b"big"), "little-endian"),
         (rezipped(RECORD, data_pkl=b"\x80\x02]."), "description"),
         (rezipped(RECORD, data_pkl=b"x" * 100_000), "description of 100000 bytes"),
-        (rezipped(RECORD, compression=zipfile.ZIP_DEFLATED), "compressed"),
     ],
 )
 def test_what_is_no_record(record: bytes, problem: str) -> None:
