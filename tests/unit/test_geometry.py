@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dist_checkpointing.format import Box, ChunkGrid, Window
-from dist_checkpointing.format.geometry import Ints, split_flat_range
+from dist_checkpointing.format.geometry import Ints, split_flat_range, split_rows
 from tiers import examples
 
 # The longest axis is 6 and there are up to 4: at most 1296 elements to enumerate.
@@ -24,6 +24,10 @@ def elements(box: Box, shape: Ints) -> list[int]:
     """Flat numbers of the box's elements in an array of ``shape``, in C order."""
     values: list[int] = numbers(shape)[box.slices()].ravel().tolist()
     return values
+
+
+def is_run(values: list[int]) -> bool:
+    return values == list(range(values[0], values[0] + len(values)))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (0, 13), (13, 13)])
@@ -78,3 +82,21 @@ def test_split_flat_range_covers_exactly_and_in_order(data: st.DataObject) -> No
         run = Window(-start, shape, box).contiguous_range()
         assert run == (filled, filled + box.num_elements)
         filled += box.num_elements
+
+
+@examples(150)
+@given(st.data())
+def test_split_rows_partitions_into_runs(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    outer = tuple(extent + data.draw(st.integers(0, 2)) for extent in shape)
+    box = Box(tuple(o - s for o, s in zip(outer, shape, strict=True)), shape)
+    most = data.draw(st.integers(0, 40))
+    blocks = split_rows(box, most)
+    covered = [elements(block, outer) for block in blocks]
+    assert list(itertools.chain.from_iterable(covered)) == elements(box, outer)
+    if box.num_elements:
+        assert max(map(len, covered)) <= max(most, 1)
+        assert min(map(len, covered)) > 0
+    for block in blocks:
+        inside = block.relative_to(box.offset)
+        assert inside.num_elements == 0 or is_run(elements(inside, shape))

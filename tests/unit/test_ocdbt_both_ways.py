@@ -250,3 +250,14 @@ def test_the_longest_integers(data: bytes, value: int | None) -> None:
             expected = [[5] * (count - 1) + [value]]
             assert Body(column).varints(count, MOST_U64).tolist() == expected
             assert Body(data).varint(MOST_U64) == value
+
+
+def test_what_is_too_large_is_refused() -> None:
+    with pytest.raises(Malformed, match="above 7"):
+        Body(b"\x08").varint(7)
+    with pytest.raises(Malformed, match="above 7"):
+        Body(b"\x01\x08").varints(2, 7)
+    with pytest.raises(Malformed, match="runs over the end"):
+        Body(b"\x01" * 9).varints(1 << 60, MOST_U64)
+    with pytest.raises(Malformed, match="run over the end"):
+        Body(b"\x01" * 9).take(1 << 60)
