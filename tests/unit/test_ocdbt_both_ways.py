@@ -9,6 +9,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, strategies as st
 
+from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes, ocdbt_tree
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
     INLINE,
@@ -18,6 +19,7 @@ from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
     encoded,
 )
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
+from dist_checkpointing.strategies.tensorstore.reader import NewestTree
 from ocdbt_databases import contents, read, read_by_tensorstore, store, strangers, write
 from tiers import examples
 
@@ -185,6 +187,23 @@ def test_long_keys_and_large_values(tmp_path: Path) -> None:
     assert read(tmp_path / "theirs") == values
     _, found = Tree(tmp_path / "theirs").all()
     assert set(found.extents[0].tolist()) == {INLINE}
+
+
+@pytest.mark.parametrize("keeps_nodes", [True, False])
+def test_a_change_is_seen(tmp_path: Path, keeps_nodes: bool) -> None:
+    values = {b"layers.%d.w/c.0" % i: bytes([i % 251]) * (1 + i % 40) for i in range(700)}
+    write(tmp_path, values)
+    newest = NewestTree(tmp_path)
+    wanted = [*values, b"zzz"]
+    for _ in range(2):
+        found = newest(keeps_nodes=keeps_nodes).find(wanted)
+        assert contents(tmp_path, found) == [*values.values(), None]
+    store(tmp_path).write(wanted[0], b"changed").result()
+    found = newest(keeps_nodes=keeps_nodes).find(wanted[:2])
+    assert contents(tmp_path, found) == [b"changed", values[wanted[1]]]
+    (tmp_path / "manifest.ocdbt").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.ocdbt"):
+        newest(keeps_nodes=keeps_nodes).find(wanted)
 
 
 # Integers of variable length and shared beginnings, against the plainest way to tell them.
