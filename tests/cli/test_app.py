@@ -41,12 +41,8 @@ BAD_INPUT = [
     ("plan c --tp x", "Invalid value for '--tp'"),
     ("convert c x --to", "Option '--to' requires an argument"),
     ("ls ''", "the path is empty"),
-    ("verify ''", "the path is empty"),
-    ("plan ''", "the path is empty"),
     ("ls file", "nor a file of safetensors or torch.save"),
-    ("verify file", "nor a file of safetensors or torch.save"),
     ("ls empty", "empty is not a distributed checkpoint: metadata.json is missing"),
-    ("stats empty", "empty is not a distributed checkpoint: metadata.json is missing"),
     ("ls half", "half is not a distributed checkpoint"),
     ("ls torn", "metadata.json cannot be read"),
     ("ls c (", "'(' is not a regular expression"),
@@ -54,7 +50,6 @@ BAD_INPUT = [
     ("ls file --follow", "neither a folder nor a file of"),
     ("ls orbax --follow", "Orbax"),
     ("ls c w --follow", "--follow shows saves"),
-    ("ls c --tree --follow", "--follow shows saves"),
     ("ls c --all --follow", "--follow shows saves"),
     ("show c decoder.weightt", "did you mean 'decoder.weight'"),
     ("show c args.beta", "did you mean"),
@@ -70,8 +65,6 @@ BAD_INPUT = [
     ("diff c nothing", "does not exist"),
     ("diff empty c", "is not a distributed checkpoint"),
     ("diff c c --rtol -1", "rtol must be"),
-    ("diff c c --atol nan", "atol must be"),
-    ("diff c c --memory lots", "256MiB"),
     ("diff c c --memory 0", "256MiB"),
     ("diff c c (", "not a regular expression"),
     ("diff c c ww", "neither checkpoint has a key that matches 'ww'"),
@@ -105,7 +98,6 @@ BAD_INPUT = [
     ("convert c x --to zarr --rename flat", "expected PATTERN=KEY"),
     ("convert c x --to zarr --cast floof", "'floof' is not one of bfloat16"),
     ("convert c x --to zarr --cast float16", "--lossy"),
-    ("convert c x --to zarr --cast int8", "'int8' is not one of bfloat16"),
     ("convert c x --to zarr --reshard axis", "axis=0,parts=8"),
     ("convert c x --to torch_file --reshard axis=0,parts=8", "reshard makes no sense"),
     ("convert c x --to zarr --recipe split.json", "rule 1 of the recipe does not fit"),
@@ -148,18 +140,11 @@ def test_bad_input_is_an_error_and_changes_nothing(
             assert "Traceback" not in finished.err, command
         if arguments[-1] != "--to":
             document = dckpt(*arguments, "--json", code=EXIT_BAD_INPUT)
-            assert document.json["error"]["message"] in document.err, command
+            error = document.json["error"]
+            assert error.keys() == {"type", "message", "findings"}, command
+            assert error["message"] in document.err, command
             assert words in document.err, command
     assert files_in(broken) == before
-
-
-def test_errors_are_json_where_json_is_asked_for(tmp_path: Path, dckpt: Run) -> None:
-    error = dckpt("stats", tmp_path, "--json", code=EXIT_BAD_INPUT).json["error"]
-    assert error["type"] == "CheckpointNotFoundError"
-    assert error["message"] == f"{tmp_path} is not a distributed checkpoint"
-    assert error["findings"][0]["problem"] == "metadata.json is missing"
-    error = dckpt("lss", "--json", code=EXIT_BAD_INPUT).json["error"]
-    assert (error["type"], error["findings"]) == ("UsageError", [])
 
 
 @pytest.mark.parametrize(
@@ -179,9 +164,7 @@ def test_errors_are_json_where_json_is_asked_for(tmp_path: Path, dckpt: Run) -> 
         ),
         (FileNotFoundError(2, "No such file", "t.json"), "error: No such file: t.json\n"),
         (KeyError("no 'w'"), "error: no 'w'\n"),
-        (ValueError("bad"), "error: bad\n"),
         (EOFError("no data"), "error: a file ended early: no data\n"),
-        (MemoryError("too much"), "error: MemoryError: too much\n"),
         (RecursionError("too deep"), "error: RecursionError: too deep\n"),
     ],
 )

@@ -173,7 +173,6 @@ def test_no_room_for_a_file(source: Path, to: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "rules"),
     [
-        ("safetensors", []),
         ("torch_file", []),
         (
             "safetensors",

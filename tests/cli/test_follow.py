@@ -19,8 +19,6 @@ from samples import Finished, Run
 from scripts import ForkedScript
 from states import at_step
 
-ROOT = Path(__file__).parents[2]
-
 
 def while_saving(work: Callable[[], object], folder: Path) -> threading.Thread:
     thread = threading.Thread(target=work)
@@ -182,8 +180,3 @@ def test_it_waits_for_what_is_not_there_yet(
     title, ended = finished.out.splitlines()
     assert title == f"{tmp_path / name}: waiting for saves; Ctrl-C ends"
     assert ended.startswith("1: whole, " if name == "run" else "c: whole, ")
-
-
-def test_where_nothing_is_saved(tmp_path: Path, dckpt: Run) -> None:
-    save(at_step(1), tmp_path / "c")
-    assert dckpt("ls", tmp_path / "c", "--follow", code=0).out.startswith("c: whole, ")

@@ -12,12 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import ChunkGrid
 from dist_checkpointing.tools import app
 from dist_checkpointing.tools.map import palette, render_page
-from samples import GOLDEN, GOLDEN_NAMES
 from states import BACKEND, between, flat, save_on, shard
 
 RUNNER = CliRunner()
@@ -125,23 +123,6 @@ def test_without_a_record_only_file_names_tell_who_wrote(tmp_path: Path, backend
     assert data["writers"] == [[]]
     # Chunks of the same writers are one entry, so that the page of many chunks stays small.
     assert {row["key"]: row["writers"] for row in data["tensors"]}["rows"] == [[0, 4]]
-
-
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_on_the_checkpoints_of_megatron(tmp_path: Path, name: str) -> None:
-    page = tmp_path / "m.HTML"
-    page.write_text("old")
-    opened = Checkpoint.open(GOLDEN / name)
-    told = json.loads(invoke(GOLDEN / name, "-o", page, "--force", "--json"))
-    assert told == {"file": str(page), "bytes": page.stat().st_size, "tensors": len(opened)}
-    assert page.read_text().lower().startswith("<!doctype html>")
-    data = data_in(page)
-    assert {row["key"]: row["shape"] for row in data["tensors"]} == {
-        key: list(handle.shape) for key, handle in opened.items()
-    }
-    for row in data["tensors"]:
-        assert len(writers(data, row)) == opened[row["key"]].num_chunks
-    assert data["writers"] == [[]] if "zarr" in name else [[0], [1]]
 
 
 # In a browser.

@@ -1,12 +1,10 @@
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from dist_checkpointing import Checkpoint
@@ -20,8 +18,7 @@ from dist_checkpointing.format import (
     write_index,
 )
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
-from dist_checkpointing.tools import app, report
-from samples import GOLDEN, GOLDEN_NAMES
+from dist_checkpointing.tools import app
 from states import BACKEND, rows, save_on, shard as replicated
 
 RUNNER = CliRunner()
@@ -124,15 +121,6 @@ def test_compressed_chunks_are_read_whole(tmp_path: Path) -> None:
     # A quarter of the rows lies in half of the chunks.
     assert rows[0]["read_bytes"] == sum((folder / n).stat().st_size for n in rows[0]["files"])
     assert len(rows[0]["files"]) == 3
-
-
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_on_the_checkpoints_of_megatron(name: str) -> None:
-    opened = Checkpoint.open(GOLDEN / name)
-    plan = planned(GOLDEN / name, "--dp", 3)
-    assert plan["wanted_bytes"] == 3 * sum(handle.num_bytes for handle in opened.values())
-    assert plan["findings"] == []
-    assert all((GOLDEN / name / file).is_file() for file in plan["files"])
 
 
 def test_a_checkpoint_far_larger_than_memory(tmp_path: Path) -> None:
@@ -239,20 +227,6 @@ def test_a_function_that_makes_tensors_without_memory(folder: Path) -> None:
 
 
 # What a person sees.
-
-
-@pytest.mark.parametrize("columns", [60, 80, 160])
-def test_lines_fit_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    terminal = Console(force_terminal=True, color_system=None, width=columns)
-    monkeypatch.setattr(report, "out", terminal)
-    shutil.copytree(GOLDEN / "mc0.15.3_zarr", tmp_path / "c")
-    text = invoke(tmp_path / "c", "--tp", 2, "--dp", 4)
-    # A path may be longer than any terminal is wide.
-    assert max(map(len, text.splitlines()[1:])) <= columns
-    assert "…" not in text
-    assert "504 B" in text
 
 
 def test_many_ranks_are_summed_up(tmp_path: Path) -> None:

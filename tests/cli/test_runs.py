@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import threading
 import time
 from pathlib import Path
@@ -19,11 +18,8 @@ from dist_checkpointing.manager import Retention
 from dist_checkpointing.tools import ls as following
 from faults import commits_waiting, counted_requests
 from samples import Run, Samples
-from scripts import run_forked
 from states import at_step, trained, wholes
 from stores import data_url, new_url, put
-
-ROOT = Path(__file__).parents[2]
 
 
 def managed(root: Any, *steps: int, **options: Any) -> Any:
@@ -155,22 +151,6 @@ def test_what_is_not_whole(tmp_path: Path, dckpt: Run) -> None:
         assert f"it is being saved now, by process {os.getpid()}" in refused.err
         assert f"dckpt ls {root / 'step-00000001'} --follow" in refused.err
     assert "a save was begun here and never committed" in dckpt("ls", f"{root}@1").err
-    assert states(dckpt, root)["1"] == "unfinished"
-
-
-def test_a_lock_that_a_killed_save_left_is_not_a_save(tmp_path: Path, dckpt: Run) -> None:
-    root = managed(tmp_path / "run", 1, 2)
-    folder = root / "step-00000001"
-    (folder / "metadata.json").unlink()
-    code = f"""
-import os, signal
-from pathlib import Path
-from dist_checkpointing.filesystem import FolderLock
-lock = FolderLock.acquire(Path({str(folder)!r}))
-os.kill(os.getpid(), {int(signal.SIGKILL)})
-"""
-    assert run_forked("-c", code).returncode == -signal.SIGKILL
-    assert (folder / ".dckpt.lock").exists()
     assert states(dckpt, root)["1"] == "unfinished"
 
 

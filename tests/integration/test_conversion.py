@@ -413,14 +413,7 @@ def test_a_strategy_with_options_of_its_own(sources: dict[str, Path], tmp_path: 
     assert dc.Checkpoint.open(tmp_path / "old").backend == ("zarr", 1)
 
 
-def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(dc.CheckpointNotFoundError):
-        convert(tmp_path / "nowhere", tmp_path / "out", "zarr")
-    (tmp_path / "text").write_text("hello")
-    with pytest.raises(dc.CheckpointNotFoundError):
-        convert(tmp_path / "text", tmp_path / "out", "zarr")
-    with pytest.raises(dc.StrategyNotFoundError, match="safetensors"):
-        convert(sources["zarr"], tmp_path / "out", "parquet")
+def test_what_cannot_be_read_or_written(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
     unknown = (tmp_path / "x.safetensors").read_bytes().replace(b"F32", b"X32")
     (tmp_path / "x.safetensors").write_bytes(unknown)

@@ -50,12 +50,6 @@ def numbered(*shape: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + math.prod(shape), dtype=torch.float32).reshape(shape)
 
 
-def test_what_is_only_renamed_is_proven(tmp_path: Path) -> None:
-    dc.save(wholes({"a": numbered(4, 3), "b": numbered(2)}), tmp_path / "c", fingerprints=True)
-    recipe = dc.Recipe(Rename("a", to="c"), Resize("b", size=3))
-    assert convert.convert(tmp_path / "c", tmp_path / "d", recipe=recipe).num_proven == 1
-
-
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Path:
     tensors = {f"layers.{i}.{n}": numbered(2, 3, start=100 * i) for i in range(3) for n in "ab"}
@@ -119,7 +113,6 @@ def test_a_parameter_that_wants_gradients_is_filled(ckpt: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "said"),
     [
-        ([Rename("emb", to="layers.0.a")], "'layers.0.a': several tensors would have this name"),
         ([Drop("emb"), Stack("layers.{i}.{x}", into="s")], "layer 0 is there twice"),
         ([Drop("layers.0.a"), Stack("layers.{i}.a", into="s")], "layers are missing: 0"),
         (
@@ -132,7 +125,6 @@ def test_a_parameter_that_wants_gradients_is_filled(ckpt: Path) -> None:
         ([Resize("emb", axis=2, size=3)], "it has no axis 2"),
         ([Transpose("emb", [0, 0])], "axes must name each axis once"),
         ([Rename("(emb)", to=r"\2")], r"names what is not matched"),
-        ([Rename("{x}", to="{y}")], r"names what is not matched"),
         ([Rename("layers.0.rng", to="{y}")], r"names what is not matched"),
         ([Rename("emb", to="layers.0.a")], "found made of layers.0.a and emb"),
         ([Rename("(x?)emb", to=r"\1")], "'emb': it would have no name"),
@@ -167,21 +159,24 @@ def test_the_dry_run_says_what_is_lost(ckpt: Path) -> None:
         CastTo("layers.{x*}", "float16"),
         Resize("emb", size=4),
         Resize("layers.{i}.a", axis=1, size=2),
+        Resize("layers.{i}.b", size=3),
         Rename("layers.{i}.rng", to="rng"),
     )
     made = preview_recipe(recipe, ckpt)
-    assert str(made).splitlines()[4:] == [
-        "layers.*.b  float16[2, 3] <- layers.*.b; rounded from float32  (3)",
+    assert str(made).splitlines()[3:] == [
+        "rule 4: resize 'layers.{i}.b', size=3: 3 matched",
+        "rule 5: rename 'layers.{i}.rng', to='rng': 1 matched",
         "emb  float32[4, 2] <- emb",
         "layers.*.a  float16[2, 2] <- layers.*.a; rounded from float32  (3)",
+        "layers.*.b  float16[3, 3] <- layers.*.b, zeros; rounded from float32  (3)",
         "left out: 2 of 10 elements of emb",
         "left out: 2 of 6 elements of layers.*.a  (3)",
         "object rng <- layers.0.rng",
-        "7 tensors: 7 by rules, 0 as stored; 0 left out, 4 in part; 0 of 4 rules match nothing",
+        "7 tensors: 7 by rules, 0 as stored; 0 left out, 4 in part; 0 of 5 rules match nothing",
     ]
     told = made.as_json()
     assert told["cut"]["emb"] == 2
-    assert told["tensors"]["layers.0.b"] == "layers.0.b"
+    assert told["tensors"]["layers.0.b"] == "layers.0.b, zeros"
     assert told["rounded"]["layers.0.b"] == ["float32"]
     assert "emb" not in told["rounded"]
     dropped = preview_recipe(dc.Recipe(Drop("layers.0.rng")), ckpt)
@@ -194,10 +189,8 @@ def test_the_dry_run_says_what_is_lost(ckpt: Path) -> None:
 RECIPES: list[list[Rule]] = [
     [Rename("emb", to="wte"), Missing("new"), Missing("new.rng", fill="template")],
     [Rename("emb", to="wte"), Missing("new"), Rename("layers.0.rng", to="new.rng")],
-    [Rename("emb", to="wte"), Missing("new"), Missing("new.rng")],
     [Rename("emb", to="wte"), Missing("new.rng", fill="template")],
     [Missing("new{x*}", fill="template")],
-    [Rename("emb", to="wte"), CastTo("wte", "float16"), Missing("new{x*}", fill="template")],
     [Rename("emb", to="wte"), Resize("wte", size=3), Missing("new{x*}", fill="template")],
     [Rename("emb", to="wte"), Transpose("wte"), Missing("new{x*}", fill="error")],
 ]
@@ -286,7 +279,6 @@ def test_a_torch_state_with_more_rows(tmp_path: Path, *, has_stepped: bool) -> N
     "make",
     [
         lambda: Rename("(", to="a"),
-        lambda: Rename(3, to="a"),  # type: ignore[arg-type]
         lambda: Rename("a", to=3),  # type: ignore[arg-type]
         lambda: Transpose("a", ["0"]),  # type: ignore[list-item]
         lambda: Split("a", ["b", 2]),  # type: ignore[list-item]
@@ -308,7 +300,7 @@ def test_a_rule_that_cannot_be_is_refused(make: Callable[[], Rule]) -> None:
         make()
 
 
-def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
+def test_files_say_the_same(tmp_path: Path) -> None:
     rows = [
         {"keep": ["layers.{x*}", "emb"]},
         {"stack": "layers.{i}.{x}", "into": "all.{x}"},
@@ -326,17 +318,6 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(rows, sort_keys=False))
     for name in ("r.json", "r.yaml"):
         assert dc.Recipe.read(tmp_path / name).rules == expected.rules
-    made = preview_recipe(dc.Recipe.read(tmp_path / "r.yaml"), ckpt)
-    assert str(made).splitlines() == [
-        "rule 1: keep ['layers.{x*}', 'emb']: 8 matched",
-        "rule 2: stack 'layers.{i}.{x}', into='all.{x}': 6 matched",
-        "rule 3: cast 'emb', dtype='bfloat16': 1 matched",
-        "rule 4: resize 'emb', size=6: 1 matched",
-        "all.a  float32[3, 2, 3] <- layers.*.a",
-        "all.b  float32[3, 2, 3] <- layers.*.b",
-        "emb  bfloat16[6, 2] <- emb, zeros; rounded from float32",
-        "3 tensors: 3 by rules, 0 as stored; 0 left out, 0 in part; 0 of 4 rules match nothing",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -345,21 +326,16 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
         ("{}", "it must be a list of rules"),
         ("[", "Expecting value"),
         ('[{"drop": "a"}, "b"]', "rule 2: a rule is an object"),
-        ('[{"rname": "a", "to": "b"}]', "rule 1: 'rname' is not one of rename, drop"),
         ('[{"rname": "a", "to": "b"}]', "did you mean 'rename'?"),
         ('[{"rename": "a", "into": "b"}]', "rename takes to, not 'into'; did you mean 'to'?"),
         ('[{"rename": "a"}]', "rename needs 'to'"),
-        ('[{"resize": "a", "sizes": 3}]', "takes axis, size, fill, not 'sizes'; did you mean"),
         ('[{"rename": "a", "to": "b", "drop": "c"}]', "one object is one rule, not 'rename' and"),
         ('[{"rename": "a", "to": "b", "rename": "c", "to": "d"}]', "'rename' is there 2 times"),
         ('[{"split": "a", "into": "b"}]', "into must be a list, not 'b'"),
-        ('[{"split": "a", "into": ["b"], "sizes": 1}]', "sizes must be a list, not 1"),
-        ('[{"transpose": "a", "axes": 1}]', "axes must be a list, not 1"),
         ('[{"resize": "a", "axis": "0"}]', "axis must be a whole number, not '0'"),
         ('[{"concat": ["a", "b"], "into": "c", "axis": null}]', "axis must be a whole number"),
         ('[{"drop": 3}]', "the patterns must be a list, not 3"),
         ('[{"keep": []}]', "it keeps nothing"),
-        ('[{"use": "lama_to_megatron"}]', "is not one of llama_to_megatron"),
         ('[{"use": "lama_to_megatron"}]', "did you mean 'llama_to_megatron' or"),
         ('[{"use": ["llama_to_megatron"]}]', "['llama_to_megatron'] is not one of"),
         ('[{"use": "llama_to_megatron"}]', "llama_to_megatron needs 'num_query_groups'"),
@@ -552,9 +528,3 @@ def test_one_stored_tensor_in_two_places(tmp_path: Path) -> None:
     found = load(template, tmp_path / "c", recipe=recipe, cast="widen")
     assert torch.equal(found["model"], weight.T)
     assert torch.equal(found["master"], weight.T.float())
-
-
-def test_what_no_rule_changes_is_as_stored(tmp_path: Path) -> None:
-    dc.save(wholes(dict.fromkeys(["none", "cast", "gone"], torch.zeros(0))), tmp_path / "c")
-    made = preview_recipe(dc.Recipe(CastTo("cast", "float64"), Drop("gone")), tmp_path / "c")
-    assert made.changed == ["cast"]

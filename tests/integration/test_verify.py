@@ -15,17 +15,6 @@ from samples import BACKENDS, Sample, Samples
 from states import rows, save_on, shard
 
 
-def test_what_is_sound_is_sound(any_sample: Sample) -> None:
-    found = examine_checkpoint(any_sample.folder)
-    assert found.is_sound
-    assert (found.findings, found.refused, found.remarks) == ([], [], [])
-    assert found.num_tensors == len(any_sample.tensors)
-    assert found.num_bytes == sum(tensor.nbytes for tensor in any_sample.tensors.values())
-    has_checksums = (any_sample.folder / ".dckpt" / "checksums").exists()
-    assert found.num_bytes_compared == (found.num_bytes if has_checksums else 0)
-    dc.verify_checkpoint(any_sample.folder)
-
-
 def test_the_work_can_be_shared(sample: Sample) -> None:
     parts = [examine_checkpoint(sample.folder, rank=rank, world_size=3) for rank in range(3)]
     whole = examine_checkpoint(sample.folder)

@@ -1,7 +1,6 @@
 """Raw chunks against numpy: any window of any chunk, anywhere in a file, into any destination."""
 
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from dist_checkpointing import ObjectPath, ObjectStoreOptions
-from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import Location, ranged_reads
 from dist_checkpointing.filesystem.ranged_reads import open_file, reads_below
 from dist_checkpointing.format import Box, Index, StoredTensor, Window
@@ -156,18 +154,6 @@ def test_every_window_arrives(
     assert reported == sum(p.box.num_elements for p in parts) * dtype.itemsize
 
 
-@pytest.mark.parametrize("kind", ["mapped", "read"])
-@pytest.mark.parametrize("columns", [16, 5], ids=["contiguous", "strided"])
-def test_a_file_that_ends_early_is_named(tmp_path: Path, columns: int, kind: str) -> None:
-    path = tmp_path / "data"
-    path.write_bytes(bytes(4 * 256))
-    window = Window(0, (16, 16), Box((0, 0), (16, columns)))
-    with pytest.raises(CorruptCheckpointError, match="ends before it") as caught:
-        read_all([item(0, window)], [(4, 4 * 256)], path, [torch.empty(16, columns)], kind=kind)
-    (finding,) = caught.value.findings
-    assert (finding.key, finding.path) == ("w", str(path))
-
-
 @pytest.mark.parametrize("most_copied", [64, None], ids=["read", "mapped"])
 @pytest.mark.parametrize("columns", [16, 5], ids=["contiguous", "strided"])
 def test_a_file_that_becomes_shorter_is_noticed(
@@ -179,22 +165,6 @@ def test_a_file_that_becomes_shorter_is_noticed(
     window = Window(0, (16, 16), Box((0, 0), (16, columns)))
     with open_file(tmp_path, path.name) as file, pytest.raises(EOFError):
         read_window(file, 0, window, np.ones((16, columns), np.float32), most_copied)
-
-
-@pytest.mark.parametrize("threads", [1, 3, 50])
-def test_tasks_are_done_once_each_and_their_results_in_order(threads: int) -> None:
-    begun: list[int] = []
-    meeting = threading.Barrier(min(threads, 20))
-
-    def work(task: int) -> int:
-        begun.append(task)
-        if task < meeting.parties:
-            meeting.wait(60)  # as many threads as may work do so at a time
-        return 2 * task
-
-    assert in_threads(work, range(20), threads) == [2 * task for task in range(20)]
-    assert sorted(begun) == [*range(20)]
-    assert in_threads(work, [], threads) == []
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -230,19 +200,14 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("shape", "box", "most_bytes"),
     [
-        # One rank's rows into one of 64 columns, and one of 16.
+        # One rank's rows into one of 64 columns.
         ((256, 2**16), Box((0, 2**12), (256, 2**10)), 256 * 4096),
-        ((64, 2**16), Box((3, 2**12), (60, 2**12)), 60 * 2**14),
         # Gaps that are a tenth of the runs are read over.
         ((256, 1100), Box((0, 100), (256, 1000)), 256 * 4400),
-        # Runs of less than 4 KiB, near and far from each other.
-        ((256, 1024), Box((0, 64), (256, 64)), 256 * 4096),
+        # Runs of less than 4 KiB, far from each other.
         ((64, 2**15), Box((0, 64), (64, 64)), 64 * 256),
         # Some columns of some experts: the gaps between these are larger.
         ((8, 64, 2**13), Box((1, 0, 0), (5, 16, 2**11)), 5 * 16 * 2**13),
-        ((4, 512, 256), Box((0, 0, 0), (4, 8, 128)), 4 * 8 * 1024),
-        # All of an axis within the runs.
-        ((64, 64, 256), Box((0, 8, 0), (64, 8, 256)), 64 * 8192),
     ],
 )
 def test_columns_are_read_without_what_lies_between(

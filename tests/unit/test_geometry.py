@@ -9,29 +9,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dist_checkpointing.format import Box, ChunkGrid, Window
-from dist_checkpointing.format.geometry import (
-    Ints,
-    boxes_of_part,
-    largest_divisor_block,
-    ravel_offset,
-    split_flat_range,
-    split_rows,
-)
+from dist_checkpointing.format.geometry import Ints, split_flat_range, split_rows
 from tiers import examples
 
 # The longest axis is 6 and there are up to 4: at most 1296 elements to enumerate.
 shapes = st.lists(st.integers(0, 6), min_size=0, max_size=4).map(tuple)
-solid_shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
-
-
-@st.composite
-def boxes_in(draw: st.DrawFn, shape: Ints, *, least: int = 0) -> Box:
-    offset, extents = [], []
-    for extent in shape:
-        start = draw(st.integers(0, extent - min(least, extent)))
-        offset.append(start)
-        extents.append(draw(st.integers(min(least, extent - start), extent - start)))
-    return Box(tuple(offset), tuple(extents))
 
 
 def numbers(shape: Ints) -> npt.NDArray[np.int64]:
@@ -46,50 +28,6 @@ def elements(box: Box, shape: Ints) -> list[int]:
 
 def is_run(values: list[int]) -> bool:
     return values == list(range(values[0], values[0] + len(values)))
-
-
-@examples(150)
-@given(st.data())
-def test_intersect_and_contains(data: st.DataObject) -> None:
-    shape = data.draw(shapes)
-    a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
-    own, other = set(elements(a, shape)), set(elements(b, shape))
-    common = a.intersect(b)
-    assert b.intersect(a) == common
-    if common is None:
-        assert not own & other
-    else:
-        assert set(elements(common, shape)) == own & other != set()
-        assert a.contains(common)
-        assert b.contains(common)
-    if other:
-        assert a.contains(b) == (other <= own)
-    assert a.contains(a)
-
-
-def test_boxes_of_different_rank_do_not_mix() -> None:
-    flat, square = Box((0,), (4,)), Box((0, 0), (4, 4))
-    for one, other in ((flat, square), (square, flat)):
-        with pytest.raises(ValueError, match=r"zip|axes"):
-            one.intersect(other)
-        with pytest.raises(ValueError, match=r"zip|axes"):
-            one.contains(other)
-
-
-@examples(150)
-@given(st.data())
-def test_where_a_window_lies_in_its_buffer(data: st.DataObject) -> None:
-    shape = data.draw(solid_shapes)
-    box = data.draw(boxes_in(shape, least=1))
-    begin = data.draw(st.integers(0, 50))
-    window = Window(begin, shape, box)
-    positions = elements(box, shape)
-    assert ravel_offset(box.offset, shape) == positions[0]
-    expected = None
-    if is_run(positions):
-        expected = (begin + positions[0], begin + positions[-1] + 1)
-    assert window.contiguous_range() == expected
-    assert window.array_size == math.prod(shape)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (0, 13), (13, 13)])
@@ -123,23 +61,6 @@ def test_chunks_partition_the_tensor(grid: ChunkGrid) -> None:
         assert grid.index_at(box.offset) == index
         assert grid.index_at(tuple(s - 1 for s in box.stop)) == index
     assert (owner != -1).all()
-
-
-@examples(150)
-@given(st.data())
-def test_meeting_is_what_a_scan_over_all_chunks_finds(data: st.DataObject) -> None:
-    grid = data.draw(grids())
-    box = data.draw(boxes_in(grid.global_shape))
-    scan = [(index, grid.box(index).intersect(box)) for index in all_indices(grid)]
-    assert list(grid.intersecting(box)) == [(i, common) for i, common in scan if common is not None]
-
-
-def test_meeting_of_a_small_box_in_a_huge_grid_is_quick() -> None:
-    grid = ChunkGrid((10**9, 10**9), (1, 1))
-    met = list(grid.intersecting(Box((10**8, 10**8), (2, 2))))
-    assert [index for index, _ in met] == [
-        (10**8 + i, 10**8 + j) for i, j in itertools.product(range(2), range(2))
-    ]
 
 
 @examples(150)
@@ -179,26 +100,3 @@ def test_split_rows_partitions_into_runs(data: st.DataObject) -> None:
     for block in blocks:
         inside = block.relative_to(box.offset)
         assert inside.num_elements == 0 or is_run(elements(inside, shape))
-
-
-def test_split_rows_makes_no_more_blocks_than_needed() -> None:
-    blocks = split_rows(Box((4, 0), (10, 5)), 15)
-    assert blocks == [Box((4 + i, 0), (min(3, 10 - i), 5)) for i in range(0, 10, 3)]
-
-
-@examples(150)
-@given(st.integers(1, 2000), st.integers(0, 2500))
-def test_largest_divisor_block(extent: int, most: int) -> None:
-    divisors = [n for n in range(1, extent + 1) if extent % n == 0 and n <= max(most, 1)]
-    assert largest_divisor_block(extent, most) == max(divisors)
-    # A flat buffer of some billion parameters may well have a prime length.
-    assert largest_divisor_block(49_999_991, 8 * 2**20) == 1
-
-
-def test_a_part_is_its_box_or_the_runs_of_its_flat_range() -> None:
-    box = Box((2, 1), (3, 4))
-    assert boxes_of_part(box, None) == [box]
-    inside = numbers((6, 6))[box.slices()].reshape(-1)
-    for start, stop in itertools.combinations_with_replacement(range(13), 2):
-        found = [n for own in boxes_of_part(box, (start, stop)) for n in elements(own, (6, 6))]
-        assert found == inside[start:stop].tolist()

@@ -6,7 +6,7 @@ from dist_checkpointing.planning import Keep, Recipe
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.tools.convert import ConvertOptions, plan_conversion
 from dist_checkpointing.tools.load_forecast import cut_keys, parse_rule
-from dist_checkpointing.tools.ls import Entry, as_tree, sharding_text
+from dist_checkpointing.tools.ls import Entry, as_tree
 
 FLOAT = dtypes.from_name("float32")
 KEYS = ["model.layers.0.w", "model.layers.10.w", "optimizer.w", "a[0]/b\nc"]
@@ -45,21 +45,6 @@ def test_every_command_and_recipe_reads_a_pattern_alike(pattern: str, keys: list
 
 def whole(key: str) -> StoredTensor:
     return StoredTensor.undivided(key, FLOAT, (2,))
-
-
-@pytest.mark.parametrize(
-    ("shape", "chunk", "text"),
-    [
-        ((4096, 4096), (512, 4096), "8x1 of 512x4096"),
-        ((7,), (3,), "3 of 3"),
-        ((5, 2), (5, 2), "1 chunk"),
-        ((), (), "1 chunk"),
-        ((0, 5), (1, 5), "empty"),
-        ((7,), 2, "2 pieces"),
-    ],
-)
-def test_sharding(shape: tuple[int, ...], chunk: tuple[int, ...] | int, text: str) -> None:
-    assert sharding_text(shape, chunk) == text
 
 
 def test_a_tree_sums_up_and_loses_nothing() -> None:

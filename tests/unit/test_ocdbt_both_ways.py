@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import (
     Body,
     Malformed,
     encoded,
-    shared_lengths,
 )
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
 from dist_checkpointing.strategies.tensorstore.reader import NewestTree
-from ocdbt_databases import contents, height, read, read_by_tensorstore, store, strangers, write
+from ocdbt_databases import contents, read, read_by_tensorstore, store, strangers, write
 from tiers import examples
 
 NAMES = st.one_of(
@@ -168,29 +166,6 @@ def test_a_tree_in_a_folder_of_its_own(tmp_path: Path) -> None:
     find_each(tmp_path, values)
 
 
-def test_both_compressions_and_large_nodes(tmp_path: Path) -> None:
-    values = {b"model.layers.%05d.weight" % i: bytes(i % 90) for i in range(8_000)}
-    write(tmp_path / "ours", values)
-    assert height(tmp_path / "ours") == 1
-    assert read_by_tensorstore(tmp_path / "ours") == values
-    for name, compression in (("raw", None), ("zstd", {"id": "zstd"})):
-        opened = store(tmp_path / name, config={"compression": compression})
-        with ts.Transaction() as transaction:
-            for key, value in values.items():
-                opened.with_transaction(transaction).write(key, value)
-        assert read(tmp_path / name) == values
-
-
-def test_an_empty_database(tmp_path: Path) -> None:
-    write(tmp_path, {})
-    assert read_by_tensorstore(tmp_path) == {}
-    assert read(tmp_path) == {}
-    store(tmp_path).write("key", b"value").result()
-    assert read(tmp_path) == {b"key": b"value"}
-    store(tmp_path).write("key", None).result()
-    assert read(tmp_path) == {}
-
-
 @pytest.mark.parametrize("keeps_nodes", [True, False])
 def test_only_what_is_asked_for_is_kept_of_a_leaf(tmp_path: Path, keeps_nodes: bool) -> None:
     opened = store(tmp_path, config={"max_inline_value_bytes": 2**20})
@@ -305,10 +280,3 @@ def test_what_is_too_large_is_refused() -> None:
         Body(b"\x01" * 9).varints(1 << 60, MOST_U64)
     with pytest.raises(Malformed, match="run over the end"):
         Body(b"\x01" * 9).take(1 << 60)
-
-
-@given(st.lists(st.one_of(st.binary(max_size=30), st.text("ab", max_size=30).map(str.encode))))
-def test_shared_beginnings(strings: list[bytes]) -> None:
-    strings.sort()
-    expected = [shared(*pair) for pair in pairwise(strings)]
-    assert shared_lengths(strings).tolist() == [0, *expected][: len(strings)]

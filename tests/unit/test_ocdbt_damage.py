@@ -148,12 +148,6 @@ def leaf(
 OUTSIDE = b"\x05\x01\x00\x00"  # length, kind, file, offset
 
 
-def test_the_plainest_leaf_is_read(tmp_path: Path) -> None:
-    (tmp_path / "v").write_bytes(b"value")
-    put(tmp_path, leaf(rest=OUTSIDE))
-    assert read(tmp_path) == {b"k": b"value"}
-
-
 @pytest.mark.parametrize(
     ("body", "match"),
     [

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import _utils as torch_names
 
-import hostile_pickles
 from dist_checkpointing import CorruptCheckpointError
 from dist_checkpointing.strategies.pickle_scanner import (
     BYTES_PER_BYTE,
@@ -76,21 +75,6 @@ def test_levels_are_counted_of_any_container() -> None:
         check_pickle(pickle.dumps(value, 4))
         with pytest.raises(BadPickle, match="levels deep"):
             check_pickle(pickle.dumps(wrap(value), 4))
-
-
-@pytest.mark.parametrize("name", hostile_pickles.PICKLES)
-def test_a_hostile_pickle_is_refused_before_torch_sees_it(name: str) -> None:
-    if name == "an array with fields outside":
-        return  # found in the array itself
-    content = hostile_pickles.PICKLES[name]
-    with pytest.raises(ValueError):  # noqa: PT011 - which text is a matter of the sample
-        check_torch_file(hostile_pickles.archive(content, storages=(b"\0" * 16,)))
-
-
-@pytest.mark.parametrize("name", hostile_pickles.DCP_PICKLES)
-def test_a_hostile_pickle_of_dcp_is_refused(name: str) -> None:
-    with pytest.raises(BadPickle):
-        check_pickle(hostile_pickles.DCP_PICKLES[name])
 
 
 def test_old_names_are_translated_as_torch_does() -> None:

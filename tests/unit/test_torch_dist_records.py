@@ -60,16 +60,6 @@ def test_torch_and_zip_tools_read_what_is_framed_here_and_we_read_both(
         assert record[found.start : found.start + tensor.nbytes] == bits(tensor)
 
 
-def test_a_view_lies_otherwise_in_its_storage() -> None:
-    whole = torch.arange(12.0).reshape(4, 3)
-    found = find(saved(whole.t()[1:]))
-    assert (found.shape, found.stride, found.offset) == ((2, 4), (1, 3), 1)
-    assert not found.is_contiguous
-    rows = find(saved(whole[2:]))
-    assert rows.is_contiguous
-    assert rows.start == find(saved(whole)).start + 6 * 4
-
-
 class _Sparse(io.RawIOBase):
     """The record of a tensor of more than 4 GiB of zeros, most of which is nowhere."""
 
@@ -125,7 +115,7 @@ def rezipped(record: bytes, **changes: Any) -> bytes:
     buffer = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(record)) as source,
-        zipfile.ZipFile(buffer, "w", changes.pop("compression", zipfile.ZIP_STORED)) as target,
+        zipfile.ZipFile(buffer, "w") as target,
     ):
         for name in source.namelist():
             content = changes.get(name.partition("/")[2].replace(".", "_"), source.read(name))
@@ -144,8 +134,6 @@ def test_an_archive_packed_by_another_program_is_read() -> None:
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        (b"", "0 bytes"),
-        (b"x" * 1000, "does not end like"),
         (RECORD[:-1], "does not end like"),
         (RECORD[1:], "damaged|directory|ended"),
         (rezipped(RECORD, data_pkl=None), "no data.pkl"),
@@ -154,7 +142,6 @@ def test_an_archive_packed_by_another_program_is_read() -> None:
         (rezipped(RECORD, byteorder=b"big"), "little-endian"),
         (rezipped(RECORD, data_pkl=b"\x80\x02]."), "description"),
         (rezipped(RECORD, data_pkl=b"x" * 100_000), "description of 100000 bytes"),
-        (rezipped(RECORD, compression=zipfile.ZIP_DEFLATED), "compressed"),
     ],
 )
 def test_what_is_no_record(record: bytes, problem: str) -> None:
