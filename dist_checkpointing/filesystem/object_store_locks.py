@@ -406,7 +406,7 @@ class Heartbeats(Thread):
         super().__init__(daemon=True, name=name)
         self._path, self._period = brief(path, max(period, _BRIEF_SECONDS)), period
         # The collector may stop this while the thread itself holds the lock of an Event.
-        self._stops = queue.SimpleQueue[None]()
+        self._stops: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.count = 0
         self.start()
 

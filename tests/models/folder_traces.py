@@ -66,8 +66,7 @@ def folder_trace(seed: int, names: Sequence[str], *, overwrite: bool, kill: int)
         for launch in launches:
             world.wait_for(launch)
 
-    with world.installed():
-        world.run(play)
+    world.run(play)
     return [*_events(world)]
 
 

@@ -388,20 +388,13 @@ def threading_functions(scheduler: Scheduler) -> dict[str, Any]:
             return real["Condition"](lock)
         return SimulatedCondition(scheduler, lock)
 
-    class SimpleQueue(SimulatedQueue):
-        def __new__(cls) -> Any:
-            return real_queue() if scheduler.task is None else object.__new__(cls)
-
-        def __init__(self) -> None:
-            super().__init__(scheduler)
-
-        def __class_getitem__(cls, _: object) -> type[SimpleQueue]:
-            return cls
+    def simple_queue() -> Any:
+        return real_queue() if scheduler.task is None else SimulatedQueue(scheduler)
 
     return {
         "threading.Lock": lock,
         "threading.RLock": rlock,
         "threading.Condition": condition,
         "threading.Thread.start": start_thread,
-        "queue.SimpleQueue": SimpleQueue,
+        "queue.SimpleQueue": simple_queue,
     }

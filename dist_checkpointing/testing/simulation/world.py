@@ -342,12 +342,6 @@ class World:
             self.machines[name].disk.lose_power([name])
             self.machines[name].boots += 1
 
-    def lose_disk(self, machine: str) -> None:
-        """Give a machine an empty disk."""
-        old = self.machines[machine].disk
-        self.machines[machine].disk = Disk(old.device, self.scheduler.random)
-        old.close()
-
     def is_short(self) -> bool:
         """Whether a write writes less than it should."""
         return self.shorts > 0 and self.scheduler.random.random() < self.shorts
