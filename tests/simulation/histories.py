@@ -171,10 +171,12 @@ def _event(dice: random.Random, kind: str, place: str) -> Event:
         # Every second one is near where it matters: what a protocol does happens in few operations.
         operation = dice.choice(["", dice.choice(_OPERATIONS[place])])
         at = int(10 ** dice.uniform(0, 1.3 if operation else 2.4)) - 1
-        what = dice.choice(["kill", "kill", "kill machine", "kill all", "power", "freeze", "error"])
+        kinds = ["kill", "kill", "kill machine", "kill all", "power", "freeze", "error"]
+        # Of rivals, one that is taken for dead and goes on is what commits are made for.
+        what = dice.choice([*kinds, *["freeze"] * 6] if kind == "rivals" else kinds)
         seconds = 0.0
         if what == "freeze":
-            seconds = 10.0 ** dice.uniform(0, 3)
+            seconds = 10.0 ** dice.uniform(1.8 if kind == "rivals" else 0, 3)
         elif what == "error":
             what = dice.choice(ERRORS)
         faults.append(Fault(at, what, seconds, operation))

@@ -55,7 +55,7 @@ class Rivals:
             ViolationError: if two have saved without ``overwrite``, one has ended another, a reader
                 got what nobody has saved, or nothing at all was saved.
         """
-        overwrite = dice.random() < 0.7
+        overwrite = dice.random() < 0.5
         tried = [[values() for _ in range(_TRIES)] for _ in range(dice.choice([1, 2, 2, 3]))]
         done: list[list[int]] = [[] for _ in tried]
         refused: list[Exception] = []
