@@ -402,27 +402,17 @@ class Player:
         assert training is not None
         assert training.launch is not None
         launch, results = training.launch, dict[int, Any]()
-        begun = self.world.scheduler.now
         training.results.append(results)
         training.is_disturbed |= bool(event.faults)
         self.world.arm(event.faults, launch)
         training.commands.append(command)
-        self.world.scheduler.wait(
-            lambda: all(
-                rank in results
-                or process.is_dead
-                or process.frozen_until > self.world.scheduler.now
-                for rank, process in enumerate(launch.processes)
-            ),
-            _LONGEST_SECONDS,
-        )
+        is_in_time = self.world.wait_for(launch, results, _LONGEST_SECONDS)
         if event.kind != "async save":  # whose faults may come later
             self.world.arm(())
         if any(fault.kind == "power" for fault in event.faults):
             self._note_verified(None)
-        seconds = self.world.scheduler.now - begun
-        if seconds >= _LONGEST_SECONDS:
-            raise ViolationError(f"{event} took {seconds:.0f} s")
+        if not is_in_time:
+            raise ViolationError(f"{event} was not done after {_LONGEST_SECONDS:.0f} s")
         self._check_errors(event, results)
         is_whole = len(results) == len(launch.processes)
         if not is_whole or any(isinstance(r, Exception) for r in results.values()):
