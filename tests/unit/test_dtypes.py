@@ -3,17 +3,26 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from dist_checkpointing.errors import InvalidShardingError, UnsupportedFormatError
 from dist_checkpointing.mapping import DTYPES, DType, as_numpy, tensor_memory
+from dist_checkpointing.testing import random_bits
 
 NAMES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 "
     "complex128 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
 )
 each_dtype = pytest.mark.parametrize("row", DTYPES, ids=lambda row: row.name)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    if tensor.numel() == 0:
+        return b""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def test_the_table_has_every_documented_dtype() -> None:
@@ -80,6 +89,20 @@ def test_an_unknown_torch_dtype_names_the_key_and_a_way_out(dtype: torch.dtype) 
     for use in uses:
         with pytest.raises(InvalidShardingError):
             use()
+
+
+@each_dtype
+def test_every_bit_pattern_survives_also_under_the_name_of_another_dtype(row: DType) -> None:
+    """What a file reader has are the right bytes under another name."""
+    is_small = row.itemsize <= 2 and row.torch != torch.bool
+    tensor = all_values(row.torch) if is_small else random_bits((4096,), row.torch, seed=1)
+    array = as_numpy(tensor)
+    raw: npt.NDArray[Any] = array.view("V16" if row.itemsize == 16 else f"u{row.itemsize}")
+    assert array.tobytes() == tensor_bytes(tensor)
+    for given in (array, array.copy(), raw, raw.reshape(2, -1)):
+        again = tensor_memory.as_tensor(given, row.torch)
+        assert tuple(again.shape) == given.shape
+        assert tensor_bytes(again) == tensor_bytes(tensor)
 
 
 def all_values(dtype: torch.dtype) -> torch.Tensor:
