@@ -12,11 +12,12 @@ import itertools
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -41,6 +42,9 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _MOST_NAMED: Final = 16
 _MORE_ROOM: Final = "Delete old checkpoints, or save to another disk."
 _MOST_SYNCS, _SYNCS_A_THREAD = 16, 8
+VISIBLE_SECONDS: Final = 30.0
+"""How long a file may take to be seen by another machine of a network file system."""
+T = TypeVar("T")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -232,6 +236,29 @@ def is_folder(path: Location) -> bool:
         return any(True for _ in path.objects())
     status = status_of(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def _moments() -> Iterator[None]:
+    """When to look for what another machine has written, which may be seen a little later."""
+    deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.001
+    yield
+    while time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
+        yield
+
+
+def is_seen(look: Callable[[], bool]) -> bool:
+    """Whether a look finds something, if need be after a while."""
+    return any(look() for _ in _moments())
+
+
+def when_visible(look: Callable[[], T]) -> T:
+    """What a look at files gives, if need be after a while; FileNotFoundError at last."""
+    for _ in _moments():
+        with suppress(FileNotFoundError):
+            return look()
+    return look()
 
 
 def size_of(path: Location) -> int | None:

@@ -34,7 +34,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import local_folder, location, object_store_locks as claims
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER, Durability, make_dckpt_folder
-from dist_checkpointing.filesystem.location import as_location, is_file, is_there
+from dist_checkpointing.filesystem.location import as_location, is_file, is_seen, is_there
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.format.foreign_formats import (
@@ -211,6 +211,10 @@ class Attempt:
             # Another save may have ended between the first look and the lock.
             there = refuse_committed(folder, overwrite=overwrite)
             is_new = make_dckpt_folder(folder)
+            if not is_new and not overwrite and not local_folder.is_local(folder):
+                # Another machine may have committed a moment ago, which is not seen here yet.
+                is_seen(lambda: is_committed(folder))
+                there = refuse_committed(folder, overwrite=False)
             left = model_names(folder) if is_new else leftovers(folder)
             if left and is_new:  # a model is replaced with the files beside it
                 left |= {*names}

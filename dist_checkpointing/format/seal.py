@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import re
 import stat
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import filterfalse
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import xxhash
 
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.local_folder import Durability
+from dist_checkpointing.filesystem.location import is_seen, when_visible
 from dist_checkpointing.filesystem.locks import LOCK_NAME
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
@@ -39,14 +39,11 @@ from dist_checkpointing.format.leftovers import (
 )
 from dist_checkpointing.threads import in_threads
 
-T = TypeVar("T")
 SEAL_NAME: Final = ".dckpt/seal.json"
 FORMAT: Final = "dist_checkpointing.seal"
 FORMAT_MINOR: Final = 0
 _UNSEALED_NAMES: Final = frozenset({CONFIG_FNAME, SEAL_NAME, REMOVAL_NAME})
 """Written after the seal. What ``metadata.json`` says stands in the seal itself."""
-VISIBLE_SECONDS: Final = 30.0
-"""How long a file may take to be seen by another machine of a network file system."""
 MAX_SEAL_BYTES: Final = 1 << 31
 _MAX_DIGESTED_BYTES: Final = 1 << 26
 """A larger file that no rank reported is tensor data of somebody else's strategy."""
@@ -161,29 +158,6 @@ def read_seal(folder: Location) -> Seal | None:
         finding = Finding("the seal is missing", path=str(path), remedy=remedy)
         raise CorruptCheckpointError("the seal of the checkpoint is lost", [finding])
     return None
-
-
-def _moments() -> Iterator[None]:
-    """When to look for what another machine has written, which may be seen a little later."""
-    deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.001
-    yield
-    while time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(1.0, 2 * pause)
-        yield
-
-
-def is_seen(look: Callable[[], bool]) -> bool:
-    """Whether a look finds something, if need be after a while."""
-    return any(look() for _ in _moments())
-
-
-def when_visible(look: Callable[[], T]) -> T:
-    """What a look at files gives, if need be after a while; FileNotFoundError at last."""
-    for _ in _moments():
-        with suppress(FileNotFoundError):
-            return look()
-    return look()
 
 
 def shared_name(name: str, attempt: str) -> str:

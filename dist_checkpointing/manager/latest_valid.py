@@ -15,10 +15,11 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.filesystem.location import is_seen
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import checksum_files, read_table
 from dist_checkpointing.format.commit import data_folder, is_committed, read_config
-from dist_checkpointing.format.seal import is_seen, read_seal
+from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedStateful
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts

@@ -23,6 +23,7 @@ from dist_checkpointing.filesystem.location import (
     explained_full_disk,
     files_below,
     fsync_folders,
+    is_seen,
     is_there,
     read_bytes,
     relative,
@@ -48,7 +49,6 @@ from dist_checkpointing.format.seal import (
     MAX_SEAL_BYTES,
     SEAL_NAME,
     SealedFile,
-    is_seen,
     write_seal,
 )
 from dist_checkpointing.storage.driver import Finished

@@ -11,7 +11,7 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding
-from dist_checkpointing.filesystem.location import as_location, relative
+from dist_checkpointing.filesystem.location import as_location, is_seen, relative
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
     CheckpointingConfig,
@@ -24,7 +24,6 @@ from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, number_of_save
 from dist_checkpointing.format.run_steps import located
-from dist_checkpointing.format.seal import is_seen
 from dist_checkpointing.mapping import CommonStateDict, ShardedObject
 from dist_checkpointing.mapping.nested_dicts import AtPaths, Path as TreePath, value_at
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts

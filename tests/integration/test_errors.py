@@ -20,7 +20,7 @@ from hypothesis import given, strategies as st
 import dist_checkpointing as dc
 from damage import files_in
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format import seal
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.strategies import (
     TorchCommonLoadStrategy,
     TorchDistCommonLoadStrategy,
@@ -101,7 +101,7 @@ def test_a_rank_waits_for_a_checkpoint_that_rank_0_sees(
     threading.Timer(0.5, (tmp_path / "late").symlink_to, [tmp_path / "c"]).start()
     assert run_ranks(3, one) == [{"step": 7}] * 3
     (tmp_path / "late").unlink()
-    monkeypatch.setattr(seal, "VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr(location, "VISIBLE_SECONDS", 0.1)
     error = the_one_error(3, one)
     assert type(error) is dc.CheckpointNotFoundError
     assert "rank 0 sees a checkpoint here, and this rank does not" in str(error)

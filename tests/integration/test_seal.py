@@ -17,6 +17,7 @@ import dist_checkpointing as dc
 from dist_checkpointing import CheckpointingException, load, verify_checkpoint
 from dist_checkpointing.checkpoint import examine_checkpoint
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.format import (
     SEAL_NAME,
     Seal,
@@ -24,7 +25,6 @@ from dist_checkpointing.format import (
     checksums as checksum_tables,
     leftovers,
     read_seal,
-    seal,
 )
 from dist_checkpointing.serialization import save_folder
 from dist_checkpointing.storage import Checksum, StorageOptions
@@ -59,7 +59,7 @@ def flipped(whole: bytes, position: int) -> bytes:
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait for another machine's files."""
-    monkeypatch.setattr(seal, "VISIBLE_SECONDS", 0.05)
+    monkeypatch.setattr(location, "VISIBLE_SECONDS", 0.05)
 
 
 @BACKEND

@@ -18,13 +18,14 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem.location import when_visible
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.file_names import check_raw_key
 from dist_checkpointing.format.geometry import ints_from_json
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import noted_removal
-from dist_checkpointing.format.seal import known_files, when_visible
+from dist_checkpointing.format.seal import known_files
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.storage.interface import WriteResult
