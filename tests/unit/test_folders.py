@@ -113,11 +113,6 @@ def test_every_command_refuses_unknown_urls(checkpoint: Path, here: Path, comman
     assert not list(here.iterdir())
 
 
-def test_dcp_is_told_that_a_url_is_not_ours() -> None:
-    assert not DCPReader.validate_checkpoint_id("hdfs://b/x")
-    assert not DCPWriter.validate_checkpoint_id(Path("s3://b/x"))
-
-
 def test_one_folder_by_several_names_is_one_folder() -> None:
     check_one_destination([(name, "zarr 2") for name in ("/a/b", "/a/./b", "/a/b/")])
     with pytest.raises(dc.CheckpointingException) as raised:
