@@ -158,17 +158,6 @@ def test_ranks_go_on_together_after_a_caught_failure(world_size: int) -> None:
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_an_interrupt_is_not_turned_into_an_agreement(stop: type[BaseException]) -> None:
-    reached: list[str] = []
-
-    class Recording(SingleProcess):
-        def agree(self, step: str, error: Exception | None) -> None:
-            reached.append(step)
-            super().agree(step, error)
-
-    with pytest.raises(stop), Recording().agreed("step"):
-        raise stop
-    assert reached == []
-
     results = outcomes(3, bring({1: stop()}))  # type: ignore[dict-item]
     assert type(results[1]) is stop
     assert isinstance(results[0], RankFailedError)
@@ -235,23 +224,6 @@ def test_a_last_step_is_not_spoilt_by_a_rank_that_fails_right_after_it() -> None
     for _ in range(20):
         results = outcomes(16, body)
         assert results[1:] == [list(range(16))] * 15
-
-
-def test_ranks_that_make_different_calls_are_told_so(tmp_path: Path) -> None:
-    def body(comm: Comm) -> None:
-        if comm.rank == 1:
-            load({"a": 1}, tmp_path, comm=comm)
-        else:
-            save({"a": 1}, tmp_path, comm=comm)
-
-    error = the_one_error(3, body, CheckpointingException)
-    assert error.message == "ranks call different functions"
-    assert [finding.ranks for finding in error.findings] == [(0, 2), (1,)]
-    saving, loading = (finding.problem for finding in error.findings)
-    assert "calls save (" in saving
-    assert "'planning the save'" in saving
-    assert "calls load (" in loading
-    assert f"{__file__}:" in loading
 
 
 def test_a_rank_that_failed_says_so_when_the_others_call_something_else() -> None:
