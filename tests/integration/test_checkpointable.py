@@ -93,11 +93,6 @@ def test_what_one_shard_says_of_itself() -> None:
     assert tensor.__create_write_items__(fqn="name", sh_ten=tensor) == [item]
     assert item.type is WriteItemType.SHARD
     assert item.index == MetadataIndex("name", [2, 3])
-    assert item.tensor_data is not None
-    assert tuple(item.tensor_data.chunk.sizes) == (1, 3)
-    assert tuple(item.tensor_data.size) == (4, 6)
-    (chunk,) = tensor.__create_chunk_list__()
-    assert (tuple(chunk.offsets), tuple(chunk.sizes)) == ((2, 3), (1, 3))
     found = tensor.__get_tensor_shard__(item.index)
     assert tuple(found.shape) == (1, 3)
     assert found.data_ptr() == data_of(shard).data_ptr()
@@ -110,10 +105,6 @@ def test_a_container_finds_its_shards_by_hint_and_by_offset() -> None:
     group = LocalShardsContainer.from_sh_tens([row(0), row(3)])
     items = group.__create_write_items__("w", group)
     assert group.__create_write_items__(fqn="w", sh_ten=group) == items
-    assert [(tuple(i.index.offset or ()), i.index.index) for i in items] == [
-        ((0, 3), 0),
-        ((3, 3), 1),
-    ]
     for hint in (None, 0, 1, 2, 99):  # DCP's hints may count the chunks of all ranks
         found = group.__get_tensor_shard__(MetadataIndex("w", [3, 3], hint))
         assert found.tolist() == [[3, 3, 3]]

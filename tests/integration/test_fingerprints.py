@@ -22,18 +22,12 @@ from dist_checkpointing.strategies import (
     TensorStoreSaveShardedStrategy,
     Zarr3SaveShardedStrategy,
 )
-from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing import random_bits, run_ranks
 from states import ALONE, BACKEND, between, every_kind, flat, rows, save_on, shard, wholes
 
 GENERATOR = torch.Generator().manual_seed(5)
 FULL = torch.randn(48, 35, generator=GENERATOR)
 KINDS = [row.torch for row in DTYPES]
-
-
-def of_dtype(dtype: torch.dtype, shape: tuple[int, ...] = (24, 7)) -> torch.Tensor:
-    bits = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=GENERATOR)
-    values = bits.to(torch.uint8)
-    return (values & 1).bool() if dtype is torch.bool else values.view(dtype)
 
 
 def state(comm: Comm, *, blank: bool = False, cuts: str = "rows") -> dict[str, Any]:
@@ -112,8 +106,8 @@ def test_checkpoint_has_those_of_the_state(tmp_path: Path, backend: tuple[str, i
 
 
 def test_every_dtype(tmp_path: Path) -> None:
-    values = {f"{dtype} a": of_dtype(dtype) for dtype in KINDS}
-    turned = {f"{dtype} b": of_dtype(dtype, (3, 5, 7)).transpose(0, 2) for dtype in KINDS}
+    values = {f"{dtype} a": random_bits((24, 7), dtype) for dtype in KINDS}
+    turned = {f"{dtype} b": random_bits((3, 5, 7), dtype).transpose(0, 2) for dtype in KINDS}
     whole = wholes(values | turned)
     expected = dc.fingerprint(whole, comm=ALONE)
     dc.save(whole, tmp_path / "c", fingerprints=True)

@@ -1,7 +1,6 @@
 """Places that numpy has computed: everything with ``__index__`` is an integer."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,6 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
-from dist_checkpointing.comm import Comm
-from dist_checkpointing.testing import run_ranks
 
 FULL = torch.arange(24.0).reshape(4, 6)
 
@@ -116,25 +113,3 @@ def test_an_array_is_not_a_tensor() -> None:
     for make in makers:
         with pytest.raises(dc.InvalidShardingError, match=r"torch tensor; found numpy\.ndarray"):
             make()
-
-
-def test_a_state_dict_full_of_them_comes_back(tmp_path: Path) -> None:
-    def state(rank: int) -> dict[str, Any]:
-        row, zero, two = np.int64(rank), np.int64(0), np.int64(2)
-        offset: Any = (zero, row, two)
-        values = FULL.chunk(2)[rank].clone()
-        w: Any = dc.ShardedTensor.from_rank_offsets("w", values, offset)
-        o: Any = dc.ShardedObject("o", {"rank": rank}, (two,), (row,))  # type: ignore[arg-type]
-        # What a user changes afterwards is not made plain before it is used.
-        w.replica_id, o.replica_id = zero, (zero, zero)
-        w.global_offset, w.global_shape = (row * 2, zero), tuple(np.array([4, 6]))
-        return {"w": w, "o": o}
-
-    def work(comm: Comm) -> None:
-        dc.save(state(comm.rank), tmp_path / "c", comm=comm)
-        template = {name: leaf.without_data() for name, leaf in state(comm.rank).items()}
-        loaded = dc.load(template, tmp_path / "c", comm=comm)
-        assert torch.equal(loaded["w"], FULL.chunk(2)[comm.rank])
-        assert loaded["o"] == {"rank": comm.rank}
-
-    run_ranks(2, work)

@@ -27,7 +27,6 @@ FULL = torch.arange(1.0, 36.0).reshape(5, 7)
 CUTS = {"whole": [0, 5], "chunks": [0, 1, 2, 3, 4, 5], "pieces": [0, 2, 5]}
 PAIRS = [*((name, "pieces") for name in BACKENDS), ("zarr-2", "whole"), ("zarr-1", "chunks")]
 PAIRS += [("tensorstore", "chunks"), ("torch_dist", "whole")]
-PAIRS += [("tensorstore", "chunks"), ("torch_dist", "whole")]
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids="-".join)

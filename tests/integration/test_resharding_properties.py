@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from hypothesis import given, strategies as st
 import dist_checkpointing as dc
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.format import Box
 from dist_checkpointing.mapping import DTYPES, ReplicaId
-from dist_checkpointing.planning import WholeShardLayout
+from dist_checkpointing.planning import WholeShardLayout, resharding
 from dist_checkpointing.strategies import (
     Zarr3SaveShardedStrategy,
     ZarrSaveShardedStrategy,
@@ -28,6 +30,7 @@ from simulated_groups import TinyChunks
 from states import wholes
 from stores import copied_up, new_url
 from tiers import examples
+from tilings import tilings
 
 Ints = tuple[int, ...]
 Memory = Literal["contiguous", "transposed", "strided", "offset"]
@@ -233,33 +236,6 @@ def regular_grids(draw: st.DrawFn, shape: Ints) -> tuple[list[tuple[Ints, Ints]]
 
 
 @st.composite
-def uneven_grids(draw: st.DrawFn, shape: Ints) -> list[tuple[Ints, Ints]]:
-    budget, cuts = MAX_PARTS, []
-    for extent in shape:
-        points = draw(st.lists(st.integers(0, extent), max_size=min(3, budget - 1)))
-        cuts.append(sorted([0, *points, extent]))
-        budget //= len(points) + 1
-    return product_of(cuts)
-
-
-@st.composite
-def guillotine_cuts(
-    draw: st.DrawFn, offset: Ints, shape: Ints, depth: int = 3
-) -> list[tuple[Ints, Ints]]:
-    """Boxes that line up on no common grid."""
-    if not shape or depth == 0 or draw(st.booleans()):
-        return [(offset, shape)]
-    axis = draw(st.integers(0, len(shape) - 1))
-    cut = draw(st.integers(0, shape[axis]))
-    boxes = []
-    for begin, extent in ((0, cut), (cut, shape[axis] - cut)):
-        part_offset = (*offset[:axis], offset[axis] + begin, *offset[axis + 1 :])
-        part_shape = (*shape[:axis], extent, *shape[axis + 1 :])
-        boxes += draw(guillotine_cuts(part_offset, part_shape, depth - 1))
-    return boxes
-
-
-@st.composite
 def any_boxes(draw: st.DrawFn, shape: Ints, max_size: int) -> list[tuple[Ints, Ints]]:
     """Boxes that may overlap, leave gaps, or be empty."""
     boxes = []
@@ -290,13 +266,11 @@ def covers(draw: st.DrawFn, shape: Ints, world_size: int) -> list[Part]:
     ranks = st.integers(0, world_size - 1)
     memories = st.sampled_from(MEMORIES)
     counts: Ints | None = None
-    kind = draw(st.sampled_from(["regular", "uneven", "guillotine"]))
-    if kind == "regular":
+    if draw(st.booleans()):
         boxes, counts = draw(regular_grids(shape))
-    elif kind == "uneven":
-        boxes = draw(uneven_grids(shape))
     else:
-        boxes = draw(guillotine_cuts((0,) * len(shape), shape))
+        tiles = draw(tilings(Box.whole(shape), 3))
+        boxes = [(tile.offset, tile.shape) for tile in tiles]
     flatten = draw(st.sampled_from(["none", "none", "all", "some"]))
     parts = []
     for offset, box_shape in boxes:
@@ -373,13 +347,15 @@ def check_world(
     reader: str | None = None,
     *,
     in_store: bool = False,
+    most_pairs: int = resharding._MOST_PAIRS,
 ) -> None:
     save_size, load_size, tensors = world
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "checkpoint"
         save_cases(tensors, save_size, folder, file_format)
         place = copied_up(folder, new_url()) if in_store else folder
-        check_load(tensors, load_size, place, reader)
+        with mock.patch.object(resharding, "_MOST_PAIRS", most_pairs):
+            check_load(tensors, load_size, place, reader)
         check_whole(tensors, place)
 
 
@@ -388,13 +364,14 @@ def check_world(
     world=worlds(),
     file_format=st.sampled_from([*FORMATS, "tensorstore", "torch_dist"]),
     by_tensorstore=st.booleans(),
+    most_pairs=st.sampled_from([1, 7, resharding._MOST_PAIRS]),
 )
 def test_any_save_grid_loads_into_any_load_grid(
-    file_format: str, world: tuple[int, int, list[Case]], *, by_tensorstore: bool
+    file_format: str, world: tuple[int, int, list[Case]], *, by_tensorstore: bool, most_pairs: int
 ) -> None:
-    """TensorStore also reads what the zarr backends have written."""
+    """TensorStore also reads what the zarr backends have written; planned at once, or in parts."""
     is_read = by_tensorstore and file_format != "torch_dist"
-    check_world(file_format, world, "tensorstore" if is_read else None)
+    check_world(file_format, world, "tensorstore" if is_read else None, most_pairs=most_pairs)
 
 
 @examples(40)

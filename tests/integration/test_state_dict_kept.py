@@ -255,16 +255,6 @@ def test_the_common_state_of_the_checkpoint_wins(tmp_path: Path) -> None:
     assert template["only wanted"] == "ignored"
 
 
-def test_a_template_without_the_common_state_gets_all_of_it(tmp_path: Path) -> None:
-    state = {"a": {"b": [shard("w", torch.ones(2)), 5, {"c": 6}]}, "d": 7}
-    dc.save(state, tmp_path / "c")
-    assert dc.load_common_state_dict(tmp_path / "c") == {"a": {"b": [None, 5, {"c": 6}]}, "d": 7}
-    loaded: Any = dc.load({"w": shard("w", torch.empty(2))}, tmp_path / "c")
-    assert torch.equal(loaded.pop("w"), torch.ones(2))
-    assert loaded == {"a": {"b": [None, 5, {"c": 6}]}, "d": 7}
-    assert dc.load({}, tmp_path / "c") == loaded
-
-
 def test_one_leaf_at_two_places_is_filled_at_both(tmp_path: Path) -> None:
     """Tied weights: two leaves with one key, and one leaf at two places; and objects."""
     values, cell = torch.arange(4.0), dc.ShardedObject("o", {"a": [1]}, (1,), (0,))

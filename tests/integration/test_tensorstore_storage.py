@@ -1,9 +1,6 @@
 """What is special about the tensorstore backend: its database, sections, damage and full disks."""
 
-import json
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ from dist_checkpointing.strategies import (
     Zarr3SaveShardedStrategy,
 )
 from dist_checkpointing.testing import random_bits
-from scripts import run_forked
 from states import cell, rows, save_on, shard
 
 WORLD = 2
@@ -85,17 +81,6 @@ def test_lost_data_is_an_error_and_never_zeros(tmp_path: Path, mode: ReadMode) -
         dc.load(template, tmp_path)
 
 
-def test_all_shards_of_a_tensor_are_verified(tmp_path: Path) -> None:
-    """Also where a rank wants two of them, and only the second is damaged."""
-    parts = [shard("w", torch.ones(4), (0, i, 3)) for i in range(3)]
-    dc.save({"w": parts}, tmp_path, "zarr")
-    with (tmp_path / "w" / "c.2").open("r+b") as file:
-        file.write(b"?")
-    dc.load({"w": parts[:2]}, tmp_path, verify=True)
-    with pytest.raises(dc.CorruptCheckpointError, match="checksum differs"):
-        dc.load({"w": [parts[0], parts[2]]}, tmp_path, verify=True)
-
-
 @pytest.mark.parametrize("codec", [None, "zstd", "gzip", "blosc"])
 def test_a_lost_chunk_of_zarr_is_named_and_never_zeros(tmp_path: Path, codec: Any) -> None:
     dc.save({"w": shard("w", torch.ones(4))}, tmp_path, Zarr3SaveShardedStrategy(codec=codec))
@@ -104,57 +89,6 @@ def test_a_lost_chunk_of_zarr_is_named_and_never_zeros(tmp_path: Path, codec: An
         dc.load({"w": shard("w", torch.zeros(4))}, tmp_path, "tensorstore")
     (finding,) = caught.value.findings
     assert (finding.key, finding.path) == ("w", str(tmp_path / "w" / "c.0"))
-
-
-class Hostile:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.marker}",)
-
-
-def test_a_hostile_object_in_the_database_is_refused(tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    dc.save({"o": dc.ShardedObject("o", Hostile(marker), (1,), (0,))}, tmp_path / "c", trusted=True)
-    template = {"o": dc.ShardedObject("o", None, (1,), (0,))}
-    with pytest.raises(dc.UnsupportedFormatError, match="system"):
-        dc.load(template, tmp_path / "c")
-    assert not marker.exists()
-    assert dc.load(template, tmp_path / "c", trusted=True) == {"o": 0}
-    assert marker.exists()
-
-
-@pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
-def test_a_full_disk_is_one_clear_error_and_frees_what_was_written(
-    tmp_path: Path, backend: str
-) -> None:
-    """A limit on the size of files stands in for the disk: the kernel refuses the write alike."""
-    script = f"""
-import json, resource, signal, sys, torch
-from dist_checkpointing import RankFailedError, ShardedTensor, save
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-state = {{"w": ShardedTensor.from_rank_offsets("w", torch.ones(1024, 1024))}}
-save(state, sys.argv[1] + "/good", {backend!r})
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-try:
-    save(state, sys.argv[1] + "/bad", {backend!r})
-except RankFailedError as error:
-    print(json.dumps([str(error), list(error.ranks)]))
-"""
-    done = run_forked("-c", script, tmp_path)
-    assert done.returncode == 0, done.stderr
-    message, ranks = json.loads(done.stdout)
-    assert "too large" in message
-    assert ranks == [0]
-    assert not dc.check_is_distributed_checkpoint(tmp_path / "bad")
-    left = [path.relative_to(tmp_path / "bad") for path in (tmp_path / "bad").rglob("*")]
-    assert {path.as_posix() for path in left if (tmp_path / "bad" / path).is_file()} == {
-        ".dckpt/attempt.json"
-    }
-    assert torch.equal(dc.load_plain_tensors(tmp_path / "good")["w"], torch.ones(1024, 1024))
-    dc.save({"v": shard("v", torch.ones(2))}, tmp_path / "bad", backend)
-    assert list(dc.load_tensors_metadata(tmp_path / "bad")) == ["v"]
 
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
@@ -189,40 +123,6 @@ def test_small_buffers_and_data_files_change_nothing_but_the_files(tmp_path: Pat
 def test_impossible_options_are_refused() -> None:
     with pytest.raises(dc.CheckpointingException, match="threads must be at least 1"):
         StorageOptions(threads=0)
-
-
-def step_state(step: int) -> dict[str, Any]:
-    tensor = torch.full((300, 1024), float(step))
-    small: dict[str, Any] = {f"s{i}": shard(f"s{i}", tensor[i, :9]) for i in range(50)}
-    return {"w": shard("w", tensor), **small, "step": step}
-
-
-def test_who_reads_what_is_overwritten_gets_one_whole_state_or_an_error(tmp_path: Path) -> None:
-    dc.save(step_state(0), tmp_path)
-    stop = threading.Event()
-    seen: list[float] = []
-    errors: list[dc.CheckpointingException] = []
-
-    def read() -> None:
-        while not stop.is_set():
-            try:
-                loaded = dc.load_plain_tensors(tmp_path)
-            except dc.CheckpointingException as error:
-                errors.append(error)
-                continue
-            values = {float(loaded.pop("step"))}
-            values |= {value for tensor in loaded.values() for value in tensor.unique().tolist()}
-            assert len(values) == 1
-            seen.extend(values)
-
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read)
-        for step in range(1, 6):
-            dc.save(step_state(step), tmp_path, overwrite=True)
-        stop.set()
-        reading.result()
-    assert sorted(seen) == seen
-    assert (dc.load_plain_tensors(tmp_path)["w"] == 5).all()
 
 
 def test_what_tensorstore_writes_into_a_checkpoint_is_read(tmp_path: Path) -> None:

@@ -242,21 +242,6 @@ def test_a_state_dict_is_built_from_nothing(tmp_path: Path) -> None:
         assert_same(found, expected)
 
 
-def test_keys_of_what_save_wrote_are_names_at_the_top(tmp_path: Path) -> None:
-    dc.save(shard_state_dict({"model": {"w": torch.ones(2)}, "a": {"b": 1}}), tmp_path)
-    found = _load_state_dict_from_keys({"model.w", "a"}, storage_reader=DCPReader(tmp_path))
-    assert_same(found, {"model.w": torch.ones(2), "a": {"b": 1}})
-
-
-def test_async_save(tmp_path: Path) -> None:
-    # A process group is not needed in one process, but staging is: the tensors change at once.
-    given = state()
-    future = dcp_async_save(given, storage_writer=DCPWriter(tmp_path))
-    given["model"]["layers.0.weight"].zero_()
-    future.result()  # type: ignore[union-attr]
-    assert_same(read_back(tmp_path, state()), state())
-
-
 @pytest.mark.parametrize("sync_files", [True, False])
 def test_options_of_file_system_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_files: bool

@@ -18,10 +18,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import dist_checkpointing as dc
 from dist_checkpointing.interop import (
-    DCPReader,
     DCPStorageLoadStrategy,
     DCPStorageSaveStrategy,
-    DCPWriter,
 )
 from dist_checkpointing.strategies import StrategyAction, default_strategies
 from dist_checkpointing.testing import StrategyConformance, run_ranks
@@ -152,20 +150,6 @@ def test_flattened_ranges_are_stored_as_boxes_that_dcp_reads(tmp_path: Path) -> 
     assert torch.equal(found["f"], FULL)
 
 
-def test_both_doors_at_once(tmp_path: Path) -> None:
-    """DCP saves into a storage of ours that is one of DCP's: no use, but all hooks in order."""
-    strategy = DCPStorageSaveStrategy(writes_files)
-    dcp_save({"rows": FULL, "step": 4}, storage_writer=DCPWriter(tmp_path, strategy))
-    found: dict[str, Any] = {"rows": torch.zeros(7, 10), "step": None}
-    reader = DCPReader(tmp_path, DCPStorageLoadStrategy(FileSystemReader))
-    dcp_load(found, storage_reader=reader)
-    assert torch.equal(found["rows"], FULL)
-    assert found["step"] == 4
-    inner = {"rows": torch.zeros(7, 10)}
-    dcp_load(inner, storage_reader=FileSystemReader(tmp_path / "dcp"))
-    assert torch.equal(inner["rows"], FULL)
-
-
 def test_a_safetensors_file_cannot_hold_two_parts_of_a_tensor(tmp_path: Path) -> None:
     halves = [shard("w", FULL[:, 5 * i : 5 * i + 5], (1, i, 2)) for i in range(2)]
     strategy = DCPStorageSaveStrategy(PAIRS["safetensors"][0])
@@ -205,15 +189,3 @@ def test_metadata_that_cannot_be_read_or_believed(tmp_path: Path) -> None:
         text = "FileSystemReader cannot read its metadata"
         with pytest.raises(dc.CorruptCheckpointError, match=text):
             dc.load(template, tmp_path, DCPStorageLoadStrategy(FileSystemReader))
-
-
-def test_what_differs_is_found_before_anything_is_read(tmp_path: Path) -> None:
-    saved_on(2, tmp_path, writes_files)
-    template = {
-        "rows": shard("rows", torch.zeros(8, 10)),
-        "half": shard("half", torch.zeros(10)),
-        "other": shard("other", torch.zeros(1)),
-    }
-    with pytest.raises(dc.StateMismatchError) as raised:
-        dc.load(template, tmp_path, DCPStorageLoadStrategy(FileSystemReader))
-    assert [finding.key for finding in raised.value.findings] == ["rows", "half", "other"]

@@ -172,33 +172,6 @@ def test_fsdp_over_tensor_parallel_on_one_axis(
     assert torch.equal(dc.load_plain_tensors(folder)["w"], full)
 
 
-def test_other_meshes_load_what_one_has_saved(tmp_path: Path) -> None:
-    full, bias = whole(12, 10), whole(7, dtype=torch.bfloat16)
-
-    def model(mesh: Any) -> Any:
-        return {"w": fsdp_over_tp(full, mesh, 0), "b": cut(bias, mesh, [Replicate(), Shard(0)])}
-
-    save_all(states((2, 2), model), tmp_path)
-    others: list[tuple[tuple[int, ...], Placements]] = [
-        ((3,), [Shard(1)]),
-        ((5,), [Shard(0)]),
-        ((2, 3), [Replicate(), Shard(0)]),
-    ]
-    for mesh_shape, placements in others:
-
-        def of(tensor: torch.Tensor, own: Placements = placements) -> Callable[[Any], Any]:
-            return lambda mesh: {"w": cut(tensor, mesh, own)}
-
-        given = states(mesh_shape, of(full * 0))
-
-        def load(comm: Any, own: list[Any] = given) -> Any:
-            return dc.load(own[comm.rank], tmp_path, comm=comm)
-
-        found = run_ranks(len(given), load)
-        for loaded, part in zip(found, on_each_rank(mesh_shape, of(full)), strict=True):
-            assert torch.equal(loaded["w"], part["w"].to_local())
-
-
 def test_replicas_are_numbered_in_rank_order_and_even_cuts_are_a_grid() -> None:
     found = states((2, 2), lambda mesh: {"w": cut(whole(4, 2), mesh, [Replicate(), Shard(0)])})
     assert [state["w"].replica_id for state in found] == [0, 0, 1, 1]

@@ -86,6 +86,3 @@ def test_several_models_and_objects_of_dtensors(tmp_path: Path) -> None:
         assert "'averages': it has DTensors, and other values that differ" in report["mixed"]
         assert "ZeroRedundancyOptimizer keeps its state outside" in report["zero"]
         assert report["nests"] == [True, True]
-
-
-# The example is what it says: one command, and it ends well.

@@ -82,6 +82,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, fields: dict[str, Any], problem:
         with pytest.raises(InvalidShardingError, match=problem) as raised:
             replace(shard("w", torch.zeros(4, 6), (0, 1, 2)), **fields)
         assert "'w'" in str(raised.value)
+        if "shape" in problem and "data" in fields:
+            assert "expected (4, 6); found (6, 4)" in str(raised.value)
 
 
 def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:

@@ -11,14 +11,12 @@ from dist_checkpointing.mapping import DTYPES, ShardedObject, ShardedTensor
 from dist_checkpointing.planning import (
     DefaultSavePlanner,
     MetadataIndex,
-    RowBlockLayout,
     SavePlan,
     TensorWriteData,
-    WholeShardLayout,
     WriteItem,
     WriteItemType,
 )
-from states import between, flat as flat_part, shard
+from states import shard
 
 KEYS = st.text(min_size=1, max_size=8)
 
@@ -94,39 +92,3 @@ def test_what_a_leaf_looks_like_as_an_item() -> None:
     assert three == WriteItem(
         MetadataIndex("o", (1, 2), 2), WriteItemType.BYTE_IO, object_cell=(2, 3)
     )
-
-
-def test_every_item_of_a_final_plan_has_data_of_its_shape() -> None:
-    """What ``get_data`` gives for an item is what its description says, whatever the layout."""
-    full = torch.arange(96, dtype=torch.int16).reshape(8, 12)
-    leaves: list[Any] = [
-        shard("rows", full),
-        *(between("uneven", full, *cut) for cut in ((0, 5), (5, 8))),
-        *(flat_part("flat", full, *cut) for cut in ((0, 50), (50, 96))),
-        *(shard("layers", row, (0, i, 8), prepend_axis_num=1) for i, row in enumerate(full)),
-    ]
-    pairs = [(most, keeps) for most in (40, 2**20) for keeps in (True, False)]
-    blocks = (RowBlockLayout(most, keeps_ranges=keeps) for most, keeps in pairs)
-    layouts = (*blocks, WholeShardLayout())
-    for layout in layouts:
-        planner = DefaultSavePlanner()
-        state: Any = {(i,): leaf for i, leaf in enumerate(leaves)}
-        planner.configure_planner(state, is_coordinator=True, rank=0, layout=layout)
-        (plan,), _ = planner.build_global_plan([planner.build_local_plan()])
-        seen = {key: torch.zeros_like(full) for key in ("rows", "uneven", "flat", "layers")}
-        for item in planner.finalize_plan(plan).items:
-            data, part = planner.get_data(item), item.tensor_data
-            assert isinstance(data, torch.Tensor)
-            assert part is not None
-            assert data.nbytes == item.tensor_storage_size()
-            target = seen[item.index.fqn][part.chunk.slices()]
-            if part.flat_range is None:
-                assert tuple(data.shape) == part.chunk.shape
-                target += data
-            else:
-                assert getattr(layout, "keeps_ranges", True)
-                flat = torch.zeros(target.numel(), dtype=torch.int16)
-                flat[slice(*part.flat_range)] = data
-                target += flat.reshape(target.shape)
-        for key, whole in seen.items():
-            assert torch.equal(whole, full), (layout, key)

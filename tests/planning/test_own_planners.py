@@ -238,28 +238,6 @@ def test_save_in_another_dtype(tmp_path: Path, backend: tuple[str, int]) -> None
     assert torch.equal(result["w"], WEIGHT.to(torch.bfloat16).float())
 
 
-class LoadScaled(DefaultLoadPlanner):
-    """Changes values on their way in; readers hand them over in the stored dtype."""
-
-    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
-        # New memory, so that the reader never writes unscaled values into the destination.
-        return torch.empty_like(super().acquire_tensor(item))
-
-    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        super().acquire_tensor(item).copy_(tensor * 10)
-
-
-@BACKENDS
-def test_change_values_while_loading(tmp_path: Path, backend: tuple[str, int]) -> None:
-    dc.save({"w": shard("w", WEIGHT)}, tmp_path / "c", backend)
-
-    def one(comm: Comm) -> Any:
-        wanted = {"w": rows("w", torch.zeros(4, 6), comm)}
-        return dc.load(wanted, tmp_path / "c", loader(backend, LoadScaled()), comm=comm)["w"]
-
-    assert torch.equal(torch.cat(run_ranks(4, one)), WEIGHT * 10)
-
-
 def test_a_method_may_be_put_on_the_planner_itself(tmp_path: Path) -> None:
     to_save, to_load = DefaultSavePlanner(), DefaultLoadPlanner()
 

@@ -13,10 +13,8 @@ from dist_checkpointing import (
     Checkpoint,
     CheckpointingException,
     CorruptCheckpointError,
-    InvalidShardingError,
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
     UnsupportedFormatError,
     async_save,
     check_is_distributed_checkpoint,
@@ -182,34 +180,6 @@ def test_one_method_is_enough(tmp_path: Path) -> None:
     }
 
 
-def test_factories_are_built_and_merged(tmp_path: Path) -> None:
-    def build(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:
-        del replica_id, flattened_range
-        return {"gate": shard(f"{key}.gate", data[:2]), "up": shard(f"{key}.up", data[2:])}
-
-    def merge(parts: Any) -> Any:
-        return torch.cat([parts["gate"], parts["up"]])
-
-    def state(data: torch.Tensor) -> dict[str, Any]:
-        return {"mlp": [ShardedTensorFactory("mlp", data, build, merge)]}
-
-    data = torch.arange(4.0)
-    save(state(data), tmp_path / "c", PlainSave("plain", 1))
-    result = load(state(torch.zeros(4)), tmp_path / "c", PlainLoad())
-    assert torch.equal(result["mlp"][0], data)
-
-
-@pytest.mark.parametrize("validate", [True, False])
-def test_shards_are_checked_for_it(tmp_path: Path, validate: bool) -> None:
-    gap = shard("w", torch.ones(2), 0, 2)
-    if validate:
-        with pytest.raises(InvalidShardingError, match="no shard holds this part"):
-            save({"w": gap}, tmp_path / "c", PlainSave("plain", 1))
-        assert not (tmp_path / "c").exists()
-    else:
-        save({"w": gap}, tmp_path / "c", PlainSave("plain", 1), validate_access_integrity=False)
-
-
 @pytest.mark.parametrize("answer", [True, False])
 def test_can_handle_sharded_objects_may_be_a_method(tmp_path: Path, answer: bool) -> None:
     class Save(PlainSave):
@@ -310,12 +280,6 @@ class TestAsync:
         result = load(template, tmp_path / "c", PlainLoad())
         assert (result["step"], result["o"]) == (3, [1, 2])
         assert torch.equal(result["w"], torch.arange(4.0))
-
-    def test_only_for_strategies_that_can(self, tmp_path: Path) -> None:
-        state = {"w": shard("w", torch.ones(2))}
-        with pytest.raises(CheckpointingException, match="Cannot apply async_save to non-async"):
-            save(state, tmp_path / "c", PlainSave("plain", 1), async_sharded_save=True)
-        assert not (tmp_path / "c").exists()
 
     def test_a_frozen_request_takes_no_more_steps(self) -> None:
         request = AsyncRequest(None, (), [])

@@ -13,7 +13,6 @@ from dist_checkpointing.strategies import (
     AsyncCallsQueue,
     AsyncRequest,
     AsyncSaveShardedStrategy,
-    FullyParallelSaveStrategyWrapper,
     StrategyAction,
     get_default_strategy,
 )
@@ -66,21 +65,3 @@ def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
             request.finalize(comm)
 
     run_ranks(2, one)
-
-
-def test_the_replicas_are_shared_out(tmp_path: Path) -> None:
-    def one(comm: Comm) -> int:
-        strategy = FullyParallelSaveStrategyWrapper(saver(("zarr", 2), comm), comm)
-        state = {
-            key: shard(key, torch.full((4,), float(number)), replica_id=comm.rank)
-            for number, key in enumerate("abcd")
-        }
-        request = strategy.async_save(state, tmp_path / "c")
-        request.execute()
-        request.finalize(comm)
-        return len(left_to_do(request)["plan"].table)
-
-    assert run_ranks(2, one) == [2, 2]
-    loader = get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 2)
-    found = loader.load({"d": shard("d", torch.zeros(4))}, tmp_path / "c")
-    assert found["d"].tolist() == [3.0] * 4

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from cut_tensors import cut_tensors
 from dist_checkpointing import (
     CheckpointingException,
     InvalidShardingError,
@@ -32,7 +33,6 @@ from dist_checkpointing.strategies import (
     ZarrSaveShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
-from reference_plans import cut_tensors
 from simulated_groups import each_rank, everybody_fails
 from states import assert_holds, between
 from tiers import examples

@@ -14,7 +14,6 @@ import torch
 
 from dist_checkpointing import AsyncSaver, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm, group_comm
-from dist_checkpointing.comm.torch_distributed import default_timeout_seconds
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -51,13 +50,6 @@ def outcomes(
     for thread in threads:
         thread.join(timeout_seconds + 30)
     assert not any(thread.is_alive() for thread in threads)
-    return results
-
-
-def failures(world_size: int, fn: Callable[[Comm], Any], **kwargs: Any) -> list[Exception]:
-    """The exceptions of all ranks: every one must fail."""
-    results = outcomes(world_size, fn, **kwargs)
-    assert all(isinstance(result, Exception) for result in results), results
     return results
 
 
@@ -100,35 +92,6 @@ def test_values_of_all_ranks_round_after_round(world_size: int) -> None:
     assert calls == [0]
 
 
-def test_everybody_has_the_tensor_of_the_source_which_may_change_it_at_once() -> None:
-    def body(comm: Comm) -> list[list[int]]:
-        seen = []
-        for source in range(comm.world_size):
-            tensor = torch.full((3,), 10 + comm.rank, dtype=torch.uint8)
-            comm.broadcast_tensor(tensor, source)
-            seen.append(tensor.tolist())
-            tensor.zero_()
-        return seen
-
-    assert run_ranks(3, body) == [[[10] * 3, [11] * 3, [12] * 3]] * 3
-
-
-@WORLD_SIZES
-@pytest.mark.parametrize("failing", ["first", "last", "all"])
-def test_a_shared_class_is_raised_as_itself_on_all_ranks(world_size: int, failing: str) -> None:
-    ranks = {"first": [0], "last": [world_size - 1], "all": list(range(world_size))}[failing]
-    errors: dict[int, Exception] = {
-        rank: InvalidShardingError("bad shards", [Finding("overlap", "w", found=(rank % 2,))])
-        for rank in ranks
-    }
-    error = the_one_error(world_size, bring(errors), InvalidShardingError)
-    assert error.message == "bad shards"
-    assert len(error.findings) == min(len(ranks), 2)
-    if world_size > 1:
-        named = [rank for finding in error.findings for rank in finding.ranks]
-        assert sorted(named) == ranks
-
-
 def test_findings_that_name_ranks_already_keep_them() -> None:
     findings = [Finding("p", ranks=(0, 5)), Finding("q", found=[1, 2])]
     error = the_one_error(3, bring({1: StateMismatchError("m", findings)}))
@@ -149,35 +112,6 @@ def test_an_error_without_findings_still_names_its_rank_and_says_its_words() -> 
     assert "chunk 7 is short" in str(error)
     assert "index is empty" in str(error)
     assert sorted(rank for finding in error.findings for rank in finding.ranks) == [1, 2]
-
-
-@pytest.mark.parametrize("world_size", [2, 16])
-def test_different_classes_become_a_rank_failed_error(world_size: int) -> None:
-    last = world_size - 1
-    errors: dict[int, Exception] = {
-        0: InvalidShardingError("wrong words"),
-        last: CorruptCheckpointError("broken file", [Finding("short", path="a.bin")]),
-    }
-    error = the_one_error(world_size, bring(errors), RankFailedError)
-    assert error.ranks == (0, last)
-    text = str(error)
-    for word in ("write", f"0, {last} of {world_size}", "wrong words", "broken file", "a.bin"):
-        assert word in text
-    assert set(error.tracebacks) == {0, last}
-
-
-@WORLD_SIZES
-def test_a_foreign_exception_travels_as_text_and_stays_the_cause_at_home(world_size: int) -> None:
-    last = world_size - 1
-    own = ZeroDivisionError("one over nothing")
-    raised = failures(world_size, bring({last: own}))
-    for rank, error in enumerate(raised):
-        assert isinstance(error, RankFailedError)
-        assert error.ranks == (last,)
-        assert "raise errors[comm.rank]" in error.tracebacks[last]
-        assert "ZeroDivisionError: one over nothing" in str(error)
-        assert error.__cause__ is (own if rank == last else None)
-    assert len({str(error) for error in raised}) == 1
 
 
 class Plugin(CheckpointingException):
@@ -224,17 +158,6 @@ def test_ranks_go_on_together_after_a_caught_failure(world_size: int) -> None:
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_an_interrupt_is_not_turned_into_an_agreement(stop: type[BaseException]) -> None:
-    reached: list[str] = []
-
-    class Recording(SingleProcess):
-        def agree(self, step: str, error: Exception | None) -> None:
-            reached.append(step)
-            super().agree(step, error)
-
-    with pytest.raises(stop), Recording().agreed("step"):
-        raise stop
-    assert reached == []
-
     results = outcomes(3, bring({1: stop()}))  # type: ignore[dict-item]
     assert type(results[1]) is stop
     assert isinstance(results[0], RankFailedError)
@@ -303,23 +226,6 @@ def test_a_last_step_is_not_spoilt_by_a_rank_that_fails_right_after_it() -> None
         assert results[1:] == [list(range(16))] * 15
 
 
-def test_ranks_that_make_different_calls_are_told_so(tmp_path: Path) -> None:
-    def body(comm: Comm) -> None:
-        if comm.rank == 1:
-            load({"a": 1}, tmp_path, comm=comm)
-        else:
-            save({"a": 1}, tmp_path, comm=comm)
-
-    error = the_one_error(3, body, CheckpointingException)
-    assert error.message == "ranks call different functions"
-    assert [finding.ranks for finding in error.findings] == [(0, 2), (1,)]
-    saving, loading = (finding.problem for finding in error.findings)
-    assert "calls save (" in saving
-    assert "'planning the save'" in saving
-    assert "calls load (" in loading
-    assert f"{__file__}:" in loading
-
-
 def test_a_rank_that_failed_says_so_when_the_others_call_something_else() -> None:
     def body(comm: Comm) -> None:
         if comm.rank:
@@ -328,18 +234,6 @@ def test_a_rank_that_failed_says_so_when_the_others_call_something_else() -> Non
             bring({0: OSError("disk full")})(comm)
 
     assert "which failed: OSError: disk full" in str(the_one_error(2, body))
-
-
-@pytest.mark.parametrize(
-    ("calls", "words"),
-    [
-        ((lambda c: c.all_gather(1), lambda c: c.broadcast(1)), ("gathering", "broadcasting")),
-        ((lambda c: c.all_same(1), lambda c: c.agree("x", None)), ("comparing", "'x'")),
-    ],
-)
-def test_steps_without_a_name_are_told_apart(calls: Any, words: tuple[str, str]) -> None:
-    text = str(the_one_error(2, lambda comm: calls[comm.rank](comm)))
-    assert all(word in text for word in words)
 
 
 def in_a_group(errors: dict[int, Exception], global_ranks: list[int]) -> list[Any]:
@@ -356,15 +250,6 @@ def in_a_group(errors: dict[int, Exception], global_ranks: list[int]) -> list[An
         return None
 
     return run_ranks(len(global_ranks), body)
-
-
-@pytest.mark.parametrize("error", [OSError("disk"), StateMismatchError("m", [Finding("p")])])
-def test_errors_of_a_group_name_global_ranks(error: Exception) -> None:
-    raised = in_a_group({1: error}, [4, 7, 9])
-    assert len({str(each) for each in raised}) == 1
-    for each in raised:
-        assert [finding.ranks for finding in each.findings] == [(7,)]
-        assert each.names_global_ranks
 
 
 @pytest.mark.parametrize(
@@ -386,20 +271,6 @@ def test_tracebacks_and_absent_ranks_of_a_group_have_global_numbers() -> None:
     with pytest.raises(RankFailedError) as caught:
         ThreadComm(rendezvous, 0, [4, 7]).all_gather(1)
     assert caught.value.ranks == (7,)
-
-
-@pytest.mark.parametrize("text", ["", "soon", "-1", "0", "inf", "nan"])
-def test_a_timeout_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIST_CHECKPOINTING_TIMEOUT_SECONDS", text)
-    with pytest.raises(ValueError, match="DIST_CHECKPOINTING_TIMEOUT_SECONDS"):
-        default_timeout_seconds()
-
-
-def test_the_timeout_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DIST_CHECKPOINTING_TIMEOUT_SECONDS", raising=False)
-    assert default_timeout_seconds() == 1800
-    monkeypatch.setenv("DIST_CHECKPOINTING_TIMEOUT_SECONDS", "0.5")
-    assert default_timeout_seconds() == 0.5
 
 
 class Foreign(Comm):

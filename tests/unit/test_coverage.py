@@ -3,7 +3,6 @@
 The oracle counts elements one by one; the library must find whatever that finds, and nothing else.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -17,12 +16,6 @@ from hypothesis import assume, given, strategies as st
 from dist_checkpointing import InvalidShardingError, ShardedObject, ShardedTensor
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format import Box, Pieces
-from dist_checkpointing.planning import (
-    DefaultSavePlanner,
-    RowBlockLayout,
-    SavePlan,
-    WholeShardLayout,
-)
 from dist_checkpointing.planning.coverage import (
     check_coverage,
     find_coverage_problems,
@@ -292,19 +285,3 @@ def test_a_gap_on_one_of_4096_ranks_is_named(kind: str) -> None:
         assert by_key[KEYS[13]].found == f"({start}, 0) .. ({start + 3}, 16)"
     else:
         assert "59232:59280" in str(by_key[KEYS[13]].found)
-
-
-def test_a_world_of_4096_ranks_is_planned_alike_on_all() -> None:
-    """Each part of the global plan goes to the rank that holds it."""
-    tables = tables_of(WORLD)
-    planner = DefaultSavePlanner()
-    for layout in (RowBlockLayout(), WholeShardLayout()):
-        planner.configure_planner({}, is_coordinator=False, rank=5, layout=layout)
-        plans, index = planner.build_global_plan([SavePlan(table) for table in tables])
-        assert len(plans) == WORLD
-        assert list(index) == sorted(KEYS)
-        assert {index[key].chunk_shape for key in index} == {(3, 16)}
-        for rank in (0, 5, WORLD - 1):
-            assert {item.index.offset for item in plans[rank].items} == {(rank * 3, 0)}
-            assert len(plans[rank].items) == len(KEYS)
-        assert sum(plan.num_bytes for plan in plans) == 20 * math.prod((WORLD * 3, 16)) * 4

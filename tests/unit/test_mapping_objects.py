@@ -30,19 +30,12 @@ def test_the_order_of_fields() -> None:
     assert names == ["key", "data", "build_fn", "merge_fn", "replica_id", "flattened_range"]
 
 
-@pytest.mark.parametrize(("shape", "offset"), [((2,), ()), ((), (0,)), ((1, 2), (0,))])
+@pytest.mark.parametrize(("shape", "offset"), [((2,), ()), ((), (0,))])
 def test_shape_and_offset_have_the_same_length(
     shape: tuple[int, ...], offset: tuple[int, ...]
 ) -> None:
     with pytest.raises(InvalidShardingError, match="'k'"):
         ShardedObject("k", None, shape, offset)
-
-
-def test_without_data_is_a_copy() -> None:
-    obj = ShardedObject("k", {"a": 1}, (2,), (1,), (0, 1))
-    empty = obj.without_data()
-    assert empty == ShardedObject("k", None, (2,), (1,), (0, 1))
-    assert obj.data == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -150,21 +143,6 @@ def test_apply_factories_in_place() -> None:
     assert state[3][0].key == "c.0"  # type: ignore[index]
     assert state["e"] == {}
     assert list(state) == ["l", "p", "n", 3, "e"]
-
-
-def test_build_and_merge_are_inverse() -> None:
-    state: dict[str, Any] = {"w": factory(), "other": 5, "l": [1, factory("v")]}
-    factories = {"w": state["w"], "l": {1: state["l"][1]}}
-    apply_factories(state)
-    loaded: dict[str, Any] = {
-        "w": [tensor.data for tensor in state["w"]],
-        "other": 5,
-        "l": [1, [tensor.data for tensor in state["l"][1]]],
-    }
-    merged = apply_factory_merges(loaded, factories)
-    assert merged is loaded
-    assert merged["w"].tolist() == merged["l"][1].tolist() == [0, 1, 2, 3]
-    assert (merged["other"], merged["l"][0]) == (5, 1)
 
 
 def test_lists_meet_lists_and_dicts_with_positions() -> None:

@@ -3,8 +3,6 @@ import pytest
 from dist_checkpointing.format import Box, Index, StoredTensor, Window, dtypes
 from dist_checkpointing.tools.load_forecast import (
     MEGATRON_RULES,
-    KeyCut,
-    Reason,
     bytes_read,
     cut_keys,
     parse_rule,
@@ -47,18 +45,6 @@ def test_own_rules_are_stronger_and_the_first_one_counts() -> None:
     index = index_of(a=(4, 6), b=(4, 6), output_layer__weight=(4, 6))
     rules = ["a=-1", "a=0", "b=0", "output{x*}=none"]
     assert axes(index, 2, *rules) == {"a": 1, "b": 0, "output_layer.weight": None}
-
-
-def test_why_a_tensor_is_whole() -> None:
-    index = index_of(a=(5,), b=(4,), c=(4,), lm_head__weight=())
-    rules = [parse_rule("a=0"), parse_rule("b=none")]
-    cuts = cut_keys(index, 2, [*rules, *MEGATRON_RULES])
-    assert cuts == [
-        KeyCut("a", None, Reason.NOT_DIVISIBLE),
-        KeyCut("b", None, Reason.ASKED),
-        KeyCut("c", None, Reason.NO_RULE),
-        KeyCut("lm_head.weight", None, Reason.NO_RULE),
-    ]
 
 
 @pytest.mark.parametrize(
