@@ -23,7 +23,7 @@ from dist_checkpointing.errors import (
     Finding,
 )
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.local_folder import make_durable_folder
+from dist_checkpointing.filesystem.local_folder import make_durable_folder, write_content
 from dist_checkpointing.filesystem.location import check_room, is_folder, is_there
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.format.commit import (
@@ -322,7 +322,13 @@ class RunFolder:
             if record != stored or durability is Durability.FSYNC:
                 if self.is_on_disk:
                     make_durable_folder(self.root)
-                location.write(self.root / RECORD_NAME, record.to_json(), durability)
+                self._write(record)
+                if durability is Durability.FSYNC:
+                    location.fsync_folder(self.root)
+
+    def _write(self, record: RunRecord) -> None:
+        """Replace the record; a power cut leaves the old one or the new one."""
+        write_content(self.root, RECORD_NAME, record.to_json(), Durability.FSYNC)
 
     def note(self, step: int, **flags: Any) -> None:
         """Record that a step was verified or stripped, if it is known."""
@@ -354,7 +360,7 @@ class RunFolder:
             record = read_record(self.root)
             if record.steps.get(step, StepRecord()).attempt in (None, attempt):
                 record.forget(step)
-                location.write(self.root / RECORD_NAME, record.to_json(), Durability.PAGE_CACHE)
+                self._write(record)
 
     def wrote(self, step: int, record: RunRecord) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""
