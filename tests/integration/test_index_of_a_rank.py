@@ -10,7 +10,7 @@ from dist_checkpointing import ShardedObject, load
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Index
 from dist_checkpointing.planning import DefaultLoadPlanner, Leaves
-from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy
+from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy, TensorStoreReader
 from dist_checkpointing.testing import run_ranks
 from states import between, save_on, shard
 
@@ -28,6 +28,31 @@ def template(rank: int) -> dict[str, Any]:
 def checkpoint(tmp_path: Path) -> Path:
     save_on(RANKS, lambda comm: template(comm.rank), tmp_path / "c")
     return tmp_path / "c"
+
+
+def test_a_rank_is_told_of_what_it_asks_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[int, Index] = {}
+    real = TensorStoreReader.set_up_storage_reader
+
+    def spy(reader: Any, metadata: Index, *, rank: int, world_size: int) -> None:
+        seen[rank] = metadata
+        real(reader, metadata, rank=rank, world_size=world_size)
+
+    monkeypatch.setattr(TensorStoreReader, "set_up_storage_reader", spy)
+
+    def one(comm: Comm) -> None:
+        found: Any = load(template(comm.rank), checkpoint, comm=comm)
+        assert found["own"].tolist() == [comm.rank] * 4
+        assert found["all"].tolist() == [2 * comm.rank, 2 * comm.rank + 1]
+        assert found["rng"] == comm.rank
+
+    run_ranks(RANKS, one)
+    assert {rank: sorted(index) for rank, index in seen.items()} == {
+        rank: ["all", f"own{rank}"] for rank in range(RANKS)
+    }
+    assert all([*index.objects] == ["rng"] for index in seen.values())
 
 
 def test_a_rank_asks_for_tensors_of_fewer_axes_than_others(tmp_path: Path) -> None:

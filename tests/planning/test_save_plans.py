@@ -84,10 +84,16 @@ PLANNERS: dict[str, tuple[Callable[[int], DefaultSavePlanner], Candidates]] = {
 }
 
 
+def is_inside(flat: tuple[int, int] | None, whole: tuple[int, int] | None) -> bool:
+    if flat is None or whole is None:
+        return flat is whole
+    return whole[0] <= flat[0] <= flat[1] <= whole[1]
+
+
 @pytest.mark.parametrize("name", PLANNERS)
 @examples(50)
 @given(worlds(), st.integers(8, 48) | st.integers(1, 200))
-def test_each_element_is_written_once_by_who_may_in_chunks_of_the_index(
+def test_each_element_is_written_once_by_whom_the_rule_says_in_chunks_of_the_index(
     name: str, ranks: list[list[Any]], most_bytes: int
 ) -> None:
     make, candidates = PLANNERS[name]
@@ -98,6 +104,7 @@ def test_each_element_is_written_once_by_who_may_in_chunks_of_the_index(
         holders.setdefault((leaf.key, leaf.box, leaf.flat_range), []).append(rank)
         main |= {(leaf.key, leaf.box, leaf.flat_range): rank} if leaf.replica_id == 0 else {}
     counts = {key: torch.zeros(index[key].global_shape, dtype=torch.int32) for key in index}
+    written: list[Any] = []
     for rank, plan in enumerate(plans):
         (cell,) = (item for item in plan.items if item.tensor_data is None)
         assert (cell.index.fqn, cell.index.offset) == ("o", (rank,))
@@ -108,11 +115,16 @@ def test_each_element_is_written_once_by_who_may_in_chunks_of_the_index(
             size = item.tensor_storage_size()
             assert size is not None
             assert size <= max(most_bytes, tensor.dtype.itemsize)
-            assert any(
-                rank in candidates(who, main[shard])
-                for shard, who in holders.items()
-                if shard[0] == key and shard[1].contains(box) and (flat is None or shard[1] == box)
+            (shard,) = (
+                (own, of, whole)
+                for own, of, whole in holders
+                if own == key and of.contains(box) and is_inside(flat, whole)
             )
+            may_write = candidates(holders[shard], main[shard])
+            places = [
+                (each.offset, each.shape, ends or ()) for each, ends in (shard[1:], (box, flat))
+            ]
+            written.append((key, *places, size, may_write, rank))
             if tensor.pieces is not None:
                 assert (box, flat) in [*tensor.pieces]
             else:
@@ -125,6 +137,9 @@ def test_each_element_is_written_once_by_who_may_in_chunks_of_the_index(
             target = own if flat is None else own.view(-1)[slice(*flat)]
             target += 1
     assert all((count == 1).all() for count in counts.values())
+    units = dict(enumerate(sorted(written, key=lambda unit: unit[:3])))
+    sizes, who, by = ({n: unit[column] for n, unit in units.items()} for column in (3, 4, 5))
+    assert shared_out(who, sizes, len(ranks)) == by
 
 
 def test_a_tensor_without_elements_has_a_chunk_however_small_they_must_be() -> None:
