@@ -297,12 +297,13 @@ class Attempt:
                 return
             clear_temporaries(self.folder)
             names, left = self.creates, dict.fromkeys(self.creates)
+            # What is gone is no longer ours: the next file of that name may be somebody else's. But
+            # another machine may have made what is not seen here yet.
+            sees_all = local_folder.is_local(self.folder)
             for name in reversed(names):
                 with tolerant(f"could not remove {name} of a failed save"):
-                    if local_folder.remove(self.folder / name, self.folder):
+                    if local_folder.remove(self.folder / name, self.folder) or sees_all:
                         del left[name]
-            # What is gone is no longer ours: the next file of that name may be somebody else's. But
-            # what is not here may have been made by another machine, and be seen later.
             self.creates = tuple(left)
             with tolerant("could not note what a failed save left"):
                 if self._durability is Durability.FSYNC:

@@ -48,6 +48,15 @@ def test_what_is_committed_is_never_given_up(tmp_path: Path) -> None:
     assert dc.check_is_distributed_checkpoint(tmp_path)
 
 
+def test_what_a_failed_save_did_not_make_is_not_its_own(tmp_path: Path) -> None:
+    """On a disk of this machine: the next save deletes no file that somebody puts there."""
+    Attempt.begin(tmp_path, ["w"]).abandon()
+    (tmp_path / "w").write_text("theirs")
+    with pytest.raises(dc.CheckpointExistsError, match="no unfinished save of ours made it"):
+        Attempt.begin(tmp_path, ["w"])
+    assert (tmp_path / "w").read_text() == "theirs"
+
+
 def test_claiming_a_folder_takes_no_more_memory_than_its_record(tmp_path: Path) -> None:
     """An attempt that an earlier one has left is read at the size that it has."""
     Attempt.begin(tmp_path, ["a"]).release()
