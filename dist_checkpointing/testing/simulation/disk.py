@@ -106,13 +106,11 @@ class Disk:
         device: Its number.
         late_seconds: How long another machine may not see a change; 0 if it always does.
         has_flock: Whether files can be locked.
-        most_bytes: When it is full; None for never.
     """
 
     def __init__(self, device: int, dice: random.Random, late_seconds: float = 0.0) -> None:
         self.device, self.late_seconds = device, late_seconds
         self.has_flock = True
-        self.most_bytes: int | None = None
         self.now = 0.0
         self._dice = dice
         self._inodes: list[Inode] = []
@@ -126,11 +124,6 @@ class Disk:
             if inode.descriptor is not None:
                 os.close(inode.descriptor)
         self._inodes = []
-
-    @property
-    def used_bytes(self) -> int:
-        files = (inode.descriptor for inode in self._inodes if inode.links)
-        return sum(os.fstat(file).st_size for file in files if file is not None)
 
     def find(self, machine: str, parts: Sequence[str], look: Look, start: Inode) -> Inode:
         """What a machine finds at a path; FileNotFoundError or NotADirectoryError."""

@@ -61,7 +61,6 @@ class SimulatedStore:
         self.late_seconds = 0.0
         self._world = world
         self._buckets: dict[str, dict[str, _Object]] = {}
-        self._requests = 0
 
     def etags(self, url: str) -> dict[str, str]:
         """The ETags of the objects of a bucket, such as ``s3://bucket``, by their keys."""

@@ -203,7 +203,6 @@ class SystemCalls:
             if not makes:
                 raise
             disk, folder, name, _ = self._parent(path, dir_fd)
-            self._require_room(disk, 1)
             inode = disk.make(self._machine, folder, name, is_folder=False)
         else:
             if makes and flags & os.O_EXCL:
@@ -264,9 +263,9 @@ class SystemCalls:
         raise _error(errno.EINVAL, shown)
 
     def statvfs(self, path: Any) -> os.statvfs_result:
-        disk = self._files[path].disk if isinstance(path, int) else self._find(path, Look.STATUS)[0]
-        free = 1 << 40 if disk.most_bytes is None else max(0, disk.most_bytes - disk.used_bytes)
-        return os.statvfs_result((4096, 1, 1 << 40, free, free, 1 << 20, 1 << 20, 1 << 20, 0, 255))
+        if not isinstance(path, int):
+            self._find(path, Look.STATUS)
+        return os.statvfs_result((4096, 1, *[1 << 40] * 3, *[1 << 20] * 3, 0, 255))
 
     def scandir(self, path: Any = ".") -> Entries:
         at = path if isinstance(path, int) else None
@@ -293,7 +292,6 @@ class SystemCalls:
         del mode
         self._about("mkdir", self._parts(path, dir_fd)[3])
         disk, folder, name, _ = self._parent(path, dir_fd)
-        self._require_room(disk, 1)
         disk.make(self._machine, folder, name, is_folder=True)
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
@@ -362,24 +360,19 @@ class SystemCalls:
     fdatasync = fsync
 
     def write(self, descriptor: int, data: Any) -> int:
-        return self._written("write", descriptor, [data], None)
+        return self._written(descriptor, [data], None)
 
     def writev(self, descriptor: int, parts: Sequence[Any]) -> int:
-        return self._written("write", descriptor, parts, None)
+        return self._written(descriptor, parts, None)
 
     def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
-        return self._written("write", descriptor, [data], offset)
+        return self._written(descriptor, [data], offset)
 
-    def _written(
-        self, operation: str, descriptor: int, parts: Sequence[Any], offset: int | None
-    ) -> int:
+    def _written(self, descriptor: int, parts: Sequence[Any], offset: int | None) -> int:
         file = self._files[descriptor]
-        self._about(operation, file.path, file.disk)
+        self._about("write", file.path, file.disk)
         whole = b"".join(bytes(memoryview(part).cast("B")) for part in parts)
-        room = self._room(file.disk)
-        if room is not None and room <= 0 < len(whole):
-            raise _error(errno.ENOSPC, file.path)
-        most = len(whole) if room is None else min(room, len(whole))
+        most = len(whole)
         if most > 1 and self._world.is_short():
             most = self._world.scheduler.random.randrange(1, most)
         file.inode.modified = file.inode.changed = file.disk.nanoseconds
@@ -390,7 +383,6 @@ class SystemCalls:
     def posix_fallocate(self, descriptor: int, offset: int, num_bytes: int) -> None:
         file = self._files[descriptor]
         self._about("allocate", file.path, file.disk)
-        self._require_room(file.disk, num_bytes)
         self._real["posix_fallocate"](descriptor, offset, num_bytes)
 
     def ftruncate(self, descriptor: int, length: int) -> None:
@@ -403,14 +395,6 @@ class SystemCalls:
         file = self._files[dst]
         self._about("copy", file.path, file.disk)
         return int(self._real["copy_file_range"](src, dst, *args, **options))
-
-    def _room(self, disk: Disk) -> int | None:
-        return None if disk.most_bytes is None else disk.most_bytes - disk.used_bytes
-
-    def _require_room(self, disk: Disk, num_bytes: int) -> None:
-        room = self._room(disk)
-        if room is not None and room < num_bytes:
-            raise _error(errno.ENOSPC, "")
 
     def _flock(self, descriptor: Any, operation: int) -> None:
         number = descriptor if isinstance(descriptor, int) else descriptor.fileno()

@@ -40,9 +40,9 @@ from dist_checkpointing.testing.simulation.system_calls import SystemCalls
 T = TypeVar("T")
 SHARED: Final = "/sim/shared"
 """A folder that all machines have, on a network file system."""
-_LIBRARY: Final = "dist_checkpointing."
 OWN: Final = "/sim/own"
 """A folder that each machine has for itself."""
+_LIBRARY: Final = "dist_checkpointing."
 _worlds = itertools.count()
 _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
 
@@ -68,8 +68,8 @@ class Fault:
 
     Attributes:
         at: Number of the operation, from 0; of those called ``operation``, if that is not empty.
-        kind: ``"kill"`` the process, ``"kill machine"``, ``"kill all"``, ``"freeze"`` the process
-            for ``seconds``, or the name of an error, such as ``"EIO"``.
+        kind: ``"kill"`` the process, ``"kill machine"``, ``"kill all"``, cut the ``"power"`` of the
+            machine, ``"freeze"`` the process for ``seconds``, or the name of an error: ``"EIO"``.
         seconds: See ``kind``.
         operation: See ``at``.
     """
