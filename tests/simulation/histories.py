@@ -496,13 +496,17 @@ class Player:
             training.position = save[0]
             training.pending = save if is_async else None
 
+    def _chosen_step(self, event: Event) -> int | None:
+        """The step of an event, counted from the newest; None if there is none."""
+        steps = sorted({save[0] for state in self.oracle.states for save in state.must})
+        return steps[-1 - min(event.number, len(steps) - 1)] if steps else None
+
     def _load(self, event: Event) -> None:
         training = self.training
         assert training is not None
-        steps = sorted({save[0] for state in self.oracle.states for save in state.must})
-        if not steps:
+        step = self._chosen_step(event)
+        if step is None:
             return
-        step = steps[-1 - min(event.number, len(steps) - 1)]
 
         def command(rank: _Rank) -> int:
             assert rank.manager is not None
@@ -600,10 +604,9 @@ class Player:
             self._save(event)
 
     def _remove(self, event: Event) -> None:
-        steps = sorted({save[0] for state in self.oracle.states for save in state.must})
-        if not steps:
+        step = self._chosen_step(event)
+        if step is None:
             return
-        step = steps[-1 - min(event.number, len(steps) - 1)]
 
         def command(rank: _Rank) -> None:
             assert rank.manager is not None
