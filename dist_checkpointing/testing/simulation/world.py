@@ -330,8 +330,8 @@ class World:
 
     def note(self, operation: str, path: str, outcome: str = "") -> None:
         """Add a line to the log."""
-        process = self.process
         if self._keeps_log:
+            process = self.process
             name = "" if process is None else process.name
             self.log.append(Operation(self.scheduler.now, name, operation, path, outcome))
 
