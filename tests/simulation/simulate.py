@@ -5,6 +5,7 @@ What a seed makes depends on the order of sets of strings, so their hashes are f
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -80,6 +81,8 @@ def _failing_seeds(first: int, count: int, processes: int) -> Iterator[int | Non
 def _set_up() -> None:
     logging.disable(logging.CRITICAL)  # much goes wrong in these histories
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # each world ends with a collection, which need not look at the library again
 
 
 def _first_failing(seeds: range) -> int | None:
