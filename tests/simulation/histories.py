@@ -46,7 +46,7 @@ _OPERATIONS: Final = {
     "fast": ((), (*_OF_FOLDERS, *_OF_STORES), (*_OF_FOLDERS_FILES, *_OF_STORES_FILES)),
 }
 """Faults come at any operation, at one of a kind, or at one on a file that a protocol turns on."""
-_NOT_ALL_CHECKED: Final = ("metadata.json", ".distcp", ".lock", "/claims/")
+_NOT_ALL_CHECKED: Final = ("metadata.json", ".distcp", ".lock", "/claims/", "/commits/")
 """In the paths of files of which some bytes mean nothing: what they hold counts, not each bit."""
 _SETTLED_SECONDS: Final = 40.0
 """After which every machine sees what another one has done."""
