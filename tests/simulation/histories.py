@@ -30,7 +30,7 @@ from dist_checkpointing.testing.simulation.scheduler import StuckError
 from dist_checkpointing.testing.simulation.world import OWN, SHARED, Fault, Launch, World
 from flipped_bits import FlippedBit
 from rivals import Rivals
-from run_states import Oracle, ViolationError
+from run_states import Oracle, State, ViolationError
 
 ROWS: Final = 22
 """Of most numbers of ranks, not all have as many: a chunk of zarr is of two then."""
@@ -514,7 +514,7 @@ class Player:
         assert rank.manager is not None
         try:
             return value_of(rank.manager.load(state_of(rank.comm, None), step))
-        except (CorruptCheckpointError, StateMismatchError):
+        except (CorruptCheckpointError, StateMismatchError, RankFailedError):
             if not self.history.is_late:
                 raise
             self._pass(_SETTLED_SECONDS)  # this machine does not see all of its files yet
@@ -703,7 +703,8 @@ class Player:
             states = self.oracle.states
             keep = self.history.keep_last
             after = [s.saved(save, position, keep) for s in states if save not in s.must]
-            self.oracle.move(states, after, [s.left(save) for s in states])
+            cut_off = State.left if (save, position) in frozen else State.interrupted
+            self.oracle.move(states, after, [cut_off(s, save) for s in states])
 
     def _set_aside(self) -> set[int]:
         """The steps that a save was about to replace, and has set aside."""

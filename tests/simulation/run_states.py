@@ -45,12 +45,17 @@ class State:
         return State(line, frozenset(must & kept), frozenset(may | (must - kept)), verified)
 
     def left(self, save: Saved) -> State:
-        """After a save was interrupted, or has ended when others had gone on.
+        """After a save has ended, in whatever way, when others had gone on."""
+        state = self.interrupted(save)
+        return replace(state, may=state.may | {save})
+
+    def interrupted(self, save: Saved) -> State:
+        """After a save was cut off before its commit.
 
         Another save of this step is set aside until the next training begins.
         """
         aside = {old for old in self.must if old[0] == save[0]}
-        return replace(self, must=self.must - aside, may=self.may | aside | {save})
+        return replace(self, must=self.must - aside, may=self.may | aside)
 
     def gone_back(self, position: int) -> State:
         return replace(self, line=tuple(old for old in self.line if old[0] <= position))
