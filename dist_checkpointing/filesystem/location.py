@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import xxhash
+
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -30,9 +32,11 @@ from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.local_folder import (
     NOT_THERE,
     TEMPORARY_NAME,
+    Durability,
     parse_json,
     raise_unless_gone,
     status_of,
+    write_content,
 )
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, check_size
 from dist_checkpointing.threads import in_threads
@@ -40,6 +44,7 @@ from dist_checkpointing.threads import in_threads
 # One slash: pathlib removes the second.
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _MOST_NAMED: Final = 16
+_MAX_REPLACED_BYTES: Final = 1 << 26
 _MORE_ROOM: Final = "Delete old checkpoints, or save to another disk."
 _MOST_SYNCS, _SYNCS_A_THREAD = 16, 8
 VISIBLE_SECONDS: Final = 30.0
@@ -198,6 +203,39 @@ def read_json(path: Location, max_bytes: int) -> Any:
     return parse_json(read_bytes(path, max_bytes))
 
 
+def read_version(path: Location) -> tuple[bytes, Any]:
+    """The content of a small file, and which version of it that is, for ``replace``."""
+    if isinstance(path, ObjectPath):
+        return path.store.get_version(path.key, _MAX_REPLACED_BYTES)
+    data = read_bytes(path, _MAX_REPLACED_BYTES)
+    return data, xxhash.xxh3_128_hexdigest(data)
+
+
+def replace(path: Location, data: bytes, version: Any) -> bool:
+    """Write a file if it still has the version that was read, or is not there (None); whether so.
+
+    There is no lock that a stopped process could have. What follows on a version has a name of it,
+    which one process alone can create; any process that finds it there puts it in its place.
+    """
+    if isinstance(path, ObjectPath):
+        return path.store.replace(path.key, data, version)
+    name = path.name if version is None else f"{path.name}.{version}"
+    following, is_mine = path.with_name(name), True
+    try:
+        write_content(path.parent, name, data, Durability.FSYNC, is_new=True)
+    except (FileExistsError, FileNotFoundError):  # it was there, and may be in its place by now
+        is_mine = False
+    if version is None:
+        return is_mine
+    if read_version(path)[1] != version:  # by now: this process was stopped, or was late
+        if is_mine:
+            following.unlink(missing_ok=True)
+        return False
+    with suppress(FileNotFoundError):  # another process has done it
+        os.replace(following, path)
+    return is_mine
+
+
 def read_regular(path: Location, max_bytes: int, *, is_start: bool = False) -> bytes | None:
     """The content of a file, no link to one; None if there is no such regular file.
 
@@ -238,7 +276,7 @@ def is_folder(path: Location) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def _moments() -> Iterator[None]:
+def moments() -> Iterator[None]:
     """When to look for what another machine has written, which may be seen a little later."""
     deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.001
     yield
@@ -250,12 +288,12 @@ def _moments() -> Iterator[None]:
 
 def is_seen(look: Callable[[], bool]) -> bool:
     """Whether a look finds something, if need be after a while."""
-    return any(look() for _ in _moments())
+    return any(look() for _ in moments())
 
 
 def when_visible(look: Callable[[], T]) -> T:
     """What a look at files gives, if need be after a while; FileNotFoundError at last."""
-    for _ in _moments():
+    for _ in moments():
         with suppress(FileNotFoundError):
             return look()
     return look()

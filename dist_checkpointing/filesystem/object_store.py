@@ -39,6 +39,7 @@ _FIRST_PAUSE: Final = 0.2
 _LONGEST_PAUSE: Final = 5.0
 _FIRST_CONTACT_SECONDS: Final = 10.0
 """How long a server is tried that this process has never heard of: its name may be wrong."""
+_VERSION: Final = ("e_tag", "version")
 _MOST_KEPT, _MOST_KEPT_BYTES = 32, 1 << 21
 _answered: Final[set[tuple[str, str | None]]] = set()
 """URL and endpoint of each store that has carried out a request of this process."""
@@ -196,12 +197,17 @@ class ObjectStore:
             raise (StoreUnavailableError if may_pass else OSError)(5, answer, path) from error
 
     @_repeating
-    def get(self, key: str, max_bytes: int | None = None) -> bytes:
-        """The content of an object, which is not read if larger than ``max_bytes``."""
+    def get_version(self, key: str, max_bytes: int | None = None) -> tuple[bytes, dict[str, str]]:
+        """Like ``get``, and which version of the object it is, for ``replace``."""
         answer = self._call("get", key, key)
         check_size(answer.meta["size"], f"{self.url}/{key}", max_bytes)
         with self._errors(key):
-            return bytes(answer.bytes())
+            data = bytes(answer.bytes())
+        return data, {name: answer.meta[name] for name in _VERSION if answer.meta[name]}
+
+    def get(self, key: str, max_bytes: int | None = None) -> bytes:
+        """The content of an object, which is not read if larger than ``max_bytes``."""
+        return ObjectStore.get_version(self, key, max_bytes)[0]
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         answer = self._call("get", key, key, max_retries=self.options.max_retries)
@@ -236,6 +242,22 @@ class ObjectStore:
         mode = "create" if create else "overwrite"
         put = partial(self._put, key, data, mode=mode, use_multipart=False)
         return put() if create else self.repeated(put)
+
+    def replace(self, key: str, data: bytes, version: dict[str, str] | None) -> bool:
+        """Write an object if it still has a version, or is not there (None); whether it was so.
+
+        A store that has no such condition writes it in any case.
+        """
+        mode = "create" if version is None else version or "overwrite"
+        try:
+            self.repeated(lambda: self._put(key, data, mode=mode, use_multipart=False))
+        except FileExistsError:  # also after a try that has put it, whose answer was lost
+            return self.get(key) == data
+        except OSError as error:
+            if error.errno != errno.ENOTSUP:
+                raise
+            self.put(key, data)
+        return True
 
     def put_parts(self, key: str, parts: Iterable[Buffer]) -> str | None:
         """Write an object of any size, part by part, that is not there; the ETag that it has then.

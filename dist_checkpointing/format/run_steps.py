@@ -41,7 +41,6 @@ from dist_checkpointing.format.leftovers import (
 logger: logging.Logger = logging.getLogger(__name__)
 RECORD_NAME: Final = "manager.json"
 _FORMAT: Final = 1
-_MAX_BYTES: Final = 1 << 26
 STEP_FOLDER: Final = re.compile(r"step-(\d+)")
 MEGATRON_POINTER: Final = "latest_checkpointed_iteration.txt"
 LATEST: Final = "latest"
@@ -87,12 +86,14 @@ class RunRecord:
     """The pointer, and what is known about every step that the manager has begun to write.
 
     ``latest`` is the step that was last committed, durably, before this was written; ``writer``
-    says which manager began or committed the last save, and when.
+    says which manager began or committed the last save, and when; ``version`` which version of the
+    file was read.
     """
 
     latest: int | None = None
     steps: dict[int, StepRecord] = field(default_factory=dict)
     writer: str = ""
+    version: Any = field(default=None, compare=False)
 
     def to_json(self) -> bytes:
         steps = {
@@ -190,18 +191,19 @@ def read_record(root: Location) -> RunRecord:
     It is safe to lose the record: a manager deletes only what its record names. OSError if the file
     system fails.
     """
-    path = root / RECORD_NAME
+    path, version = root / RECORD_NAME, None
     try:
         with local_folder.parsing("it cannot be read and is not used", path):
-            return _parsed(location.read_json(path, _MAX_BYTES))
+            content, version = location.read_version(path)
+            return _parsed(local_folder.parse_json(content), version)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except CorruptCheckpointError as error:
         logger.warning("%s", error)
-    return RunRecord()
+    return RunRecord(version=version)
 
 
-def _parsed(content: Any) -> RunRecord:
+def _parsed(content: Any, version: Any) -> RunRecord:
     if content["format"] != _FORMAT:
         raise ValueError(f"format {content['format']!r}")
     steps = {int(step): StepRecord(**known) for step, known in content["steps"].items()}
@@ -211,7 +213,7 @@ def _parsed(content: Any) -> RunRecord:
     for record in steps.values():
         if not all(fits(getattr(record, name), kind) for name, kind in _KINDS.items()):
             raise ValueError(f"{record!r}")
-    return RunRecord(latest, steps, str(content.get("writer", "")))
+    return RunRecord(latest, steps, str(content.get("writer", "")), version)
 
 
 def fits(value: object, kind: Any) -> bool:

@@ -94,8 +94,8 @@ _DURABILITY: Final = (
         "replaced files not synced",
         _FILES,
         "            if durability is Durability.FSYNC:\n                os.fsync(file.fileno())\n"
-        "        os.replace(",
-        "        os.replace(",
+        "        if is_new:",
+        "        if is_new:",
         "the fsync of metadata.json and manager.json before they get their names",
         "folder",
     ),
@@ -207,8 +207,8 @@ _DURABILITY: Final = (
     PlantedFault(
         "pointer not durable",
         _RUN,
-        "self._changing(Durability.FSYNC, own=step) as record:\n                record.commit(",
-        "self._changing(own=step) as record:\n                record.commit(",
+        "self._changing(Durability.FSYNC, own=step):",
+        "self._changing(own=step):",
         "the fsync of manager.json when it says what was committed",
         "folder",
     ),

@@ -121,7 +121,7 @@ class Scenario:
     look: Act
     ranks: int = 2
     look_ranks: int = 1
-    may_freeze: bool = True  # who is frozen as it writes the record of a run writes an old one
+    may_freeze: bool = True
     has_flock: bool = True
 
 
@@ -151,7 +151,7 @@ def retention(root: str) -> Scenario:
     again, kept = trains(3, 4, **keep), ([100, 400], [200, 400], [300, 400], [400])
     lasts = tuple((values, 4) for values in kept)
     return Scenario(
-        (trains(1, **keep),), trains(2, **keep), ends, again, lasts, run_at(root), may_freeze=False
+        (trains(1, **keep),), trains(2, **keep), ends, again, lasts, run_at(root)
     )
 
 
@@ -163,7 +163,7 @@ def rollback(root: str) -> Scenario:
     lasts = (([*old, 9000], 90), ([*new, 9000], 90), ([*new, 9000], 70))
     work, again = trains(70, root=root, back_to=65), trains(90, root=root)
     return Scenario(
-        before, work, ((old, 65), (new, 70)), again, lasts, run_at(root), may_freeze=False
+        before, work, ((old, 65), (new, 70)), again, lasts, run_at(root)
     )
 
 
@@ -172,7 +172,7 @@ def deletion(root: str) -> Scenario:
     again = trains(11, root=root, retention=Retention(keep_last=2))
     lasts = (([1000, 1100], 11), ([900, 1100], 11), ([1100], 11))
     before, work, look = (trains(9, 10, root=root),), deletes(10, root), run_at(root)
-    return Scenario(before, work, ends, again, lasts, look, ranks=1, may_freeze=False)
+    return Scenario(before, work, ends, again, lasts, look, ranks=1)
 
 
 def incremental(backend: Any) -> Scenario:
@@ -209,7 +209,7 @@ def tiers() -> Scenario:
     ends = (([100], 1), ([100, 200], 2))
     lasts = (([100, 300], 3), ([100, 200, 300], 3))
     return Scenario(
-        (before,), work, ends, again, lasts, run_at(**options), look_ranks=2, may_freeze=False
+        (before,), work, ends, again, lasts, run_at(**options), look_ranks=2
     )
 
 

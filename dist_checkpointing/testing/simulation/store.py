@@ -160,9 +160,12 @@ class SimulatedStore:
         return found
 
     def _put(
-        self, client: _Client, key: str, data: Any, *, mode: str = "overwrite", **_: Any
+        self, client: _Client, key: str, data: Any, *, mode: Any = "overwrite", **_: Any
     ) -> dict[str, Any]:
-        from obstore.exceptions import AlreadyExistsError  # noqa: PLC0415 - an extra
+        from obstore.exceptions import (  # noqa: PLC0415 - an extra
+            AlreadyExistsError,
+            PreconditionError,
+        )
 
         if isinstance(data, bytes | bytearray | memoryview):
             content = bytes(data)
@@ -173,6 +176,10 @@ class SimulatedStore:
             objects = self._of(client)
             if mode == "create" and key in objects:
                 raise AlreadyExistsError(f"{key} already exists")
+            if isinstance(mode, dict) and (
+                key not in objects or mode["e_tag"] != objects[key].etag
+            ):
+                raise PreconditionError(f"{key} has another ETag")
             digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
             seconds = dt.timedelta(seconds=int(self._world.scheduler.now))
             objects[key] = _Object(content, f'"{digest}"', _BEGINNING + seconds)
