@@ -233,9 +233,9 @@ class RunFolder:
         with self._lock:
             self._broken.discard(step)
             for record in self._changing(Durability.FSYNC, own=step):
-                # Another manager may have noted it, and have saved steps that grow from it.
-                if record.steps.get(step, StepRecord()).attempt != self._begun.attempt:
-                    record.commit(step, self._begun, is_latest=is_latest)
+                if record.steps.get(step, StepRecord()).begun != self._begun.attempt:
+                    break  # another manager has noted it, and may have gone on from there
+                record.commit(step, self._begun, is_latest=is_latest)
             self.end_replacing()
             self.apply_retention(record)
 

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -179,9 +179,14 @@ class World:
             **threading_functions(self.scheduler),
             **self.store.functions(),
         }
-        replaced = [(*_owner_of(name), call) for name, call in functions.items()]
+        replaced: list[tuple[Any, str, Any]] = [
+            (*_owner_of(name), call) for name, call in functions.items()
+        ]
         locks, kept = _globals(len(sys.modules))
         for owner, name, lock in locks:
+            if isinstance(owner, functools.cached_property):  # no process waits for another one's
+                replaced.append((owner, name, nullcontext()))
+                continue
             is_reentrant = isinstance(lock, _RLOCK)
             replaced.append((owner, name, SimulatedLock(self.scheduler, is_reentrant=is_reentrant)))
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
