@@ -14,7 +14,6 @@ import json
 import logging
 import queue
 import time
-import uuid
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -114,22 +113,19 @@ def brief(place: ObjectPath, seconds: float = _BRIEF_SECONDS) -> ObjectPath:
     return replace(place, store=replace(place.store, options=options))
 
 
-def require_conditions(folder: ObjectPath) -> None:
+def _require_conditions(claim: Claim) -> None:
     """Refuse, by UnsupportedFormatError, a store that replaces what it should put only if absent.
 
-    One object is put below the folder and deleted, once for each bucket in a process.
+    A new claim is put again, once for each bucket in a process.
     """
-    if folder.store in _probed:
+    store, mine = claim.folder.store, claim.to_json()
+    if store in _probed:
         return
-    probe = folder / f".dckpt/probe-{uuid.uuid4().hex}"
-    put_surely(probe, b"first")
-    has_conditions = put_surely(probe, b"second") == b"first"
-    with suppress(OSError):
-        brief(probe).store.delete([probe.key])
-    if not has_conditions:
-        problem = "a second conditional put of one name was not refused"
-        raise _without_conditions(folder.store, problem)
-    _probed.add(folder.store)
+    if put_surely(claim.path, mine + b"\n") != mine:
+        with suppress(OSError):
+            brief(claim.path).store.delete([claim.path.key])
+        raise _without_conditions(store, "a second conditional put of one name was not refused")
+    _probed.add(store)
 
 
 def numbers_in(
@@ -259,6 +255,7 @@ class HeldClaim(Claim):
         mine = claim.to_json()
         if put_surely(claim.path, mine) != mine:
             raise _in_use(Claim.read(folder, number) or claim)
+        _require_conditions(claim)
         held = cls(claim)
         # A removal between the list and the put may have made the numbers begin again.
         held.found = [*(folder / ".dckpt").objects()]

@@ -298,10 +298,9 @@ class Play:
 
     def names(self) -> list[str]:
         files = [path for path, inode in self.world.shared.tree() if not inode.is_folder]
-        # The next save into a folder takes the lock over that a process has left there; of the
-        # objects that probe a store, which are empty but for a word, nothing is known any more.
+        # The next save into a folder takes the lock over that a process has left there.
         found = [*files, *self.world.store.etags("s3://bucket")]
-        return [path for path in found if not path.endswith(LOCK_NAME) and "/probe-" not in path]
+        return [path for path in found if not path.endswith(LOCK_NAME)]
 
 
 def _nameless(path: str) -> str:
