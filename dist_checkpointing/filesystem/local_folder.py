@@ -89,13 +89,8 @@ def write_atomic(path: Location, data: bytes, durability: Durability = Durabilit
         fsync_folder(path.parent)
 
 
-def write_content(
-    folder: Location, name: str, data: bytes, durability: Durability, *, is_new: bool = False
-) -> None:
-    """Like ``write_atomic``, but a power cut takes the file until its folder is synced.
-
-    FileExistsError on a disk if the file is to be a new one, and is there.
-    """
+def write_content(folder: Location, name: str, data: bytes, durability: Durability) -> None:
+    """Like ``write_atomic``, but a power cut takes the file until its folder is synced."""
     if isinstance(folder, ObjectPath):
         folder.store.put((folder / name).key, data)
         return
@@ -107,10 +102,7 @@ def write_content(
                 rest = rest[file.write(rest) :]
             if durability is Durability.FSYNC:
                 os.fsync(file.fileno())
-        if is_new:
-            rename_new(Path(temporary), Path(path))
-        else:
-            os.replace(temporary, path)
+        os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

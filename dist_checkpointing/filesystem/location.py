@@ -28,15 +28,13 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import local_folder
+from dist_checkpointing.filesystem import file_writer, local_folder
 from dist_checkpointing.filesystem.local_folder import (
     NOT_THERE,
     TEMPORARY_NAME,
-    Durability,
     parse_json,
     raise_unless_gone,
     status_of,
-    write_content,
 )
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath, check_size
 from dist_checkpointing.threads import in_threads
@@ -219,12 +217,13 @@ def replace(path: Location, data: bytes, version: Any) -> bool:
     """
     if isinstance(path, ObjectPath):
         return path.store.replace(path.key, data, version)
-    name = path.name if version is None else f"{path.name}.{version}"
-    following, is_mine = path.with_name(name), True
-    try:
-        write_content(path.parent, name, data, Durability.FSYNC, is_new=True)
-    except (FileExistsError, FileNotFoundError):  # it was there, and may be in its place by now
-        is_mine = False
+    following = path if version is None else path.with_name(f"{path.name}.{version}")
+    temporary, is_mine = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp"), False
+    file_writer.put(path.parent, temporary.name, data, local_folder.Durability.FSYNC)
+    with suppress(FileExistsError, FileNotFoundError):  # it was there, and may be gone by now
+        local_folder.rename_new(temporary, following)
+        is_mine = True
+    temporary.unlink(missing_ok=True)
     if version is None:
         return is_mine
     if read_version(path)[1] != version:  # by now: this process was stopped, or was late

@@ -39,7 +39,6 @@ _FIRST_PAUSE: Final = 0.2
 _LONGEST_PAUSE: Final = 5.0
 _FIRST_CONTACT_SECONDS: Final = 10.0
 """How long a server is tried that this process has never heard of: its name may be wrong."""
-_VERSION: Final = ("e_tag", "version")
 _MOST_KEPT, _MOST_KEPT_BYTES = 32, 1 << 21
 _answered: Final[set[tuple[str, str | None]]] = set()
 """URL and endpoint of each store that has carried out a request of this process."""
@@ -203,11 +202,11 @@ class ObjectStore:
         check_size(answer.meta["size"], f"{self.url}/{key}", max_bytes)
         with self._errors(key):
             data = bytes(answer.bytes())
-        return data, {name: answer.meta[name] for name in _VERSION if answer.meta[name]}
+        return data, {name: tag for name in ("e_tag", "version") if (tag := answer.meta[name])}
 
     def get(self, key: str, max_bytes: int | None = None) -> bytes:
         """The content of an object, which is not read if larger than ``max_bytes``."""
-        return ObjectStore.get_version(self, key, max_bytes)[0]
+        return self.get_version(key, max_bytes)[0]
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         answer = self._call("get", key, key, max_retries=self.options.max_retries)

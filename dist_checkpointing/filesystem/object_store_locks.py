@@ -113,21 +113,6 @@ def brief(place: ObjectPath, seconds: float = _BRIEF_SECONDS) -> ObjectPath:
     return replace(place, store=replace(place.store, options=options))
 
 
-def _require_conditions(claim: Claim) -> None:
-    """Refuse, by UnsupportedFormatError, a store that replaces what it should put only if absent.
-
-    A new claim is put again, once for each bucket in a process.
-    """
-    store, mine = claim.folder.store, claim.to_json()
-    if store in _probed:
-        return
-    if put_surely(claim.path, mine + b"\n") != mine:
-        with suppress(OSError):
-            brief(claim.path).store.delete([claim.path.key])
-        raise _without_conditions(store, "a second conditional put of one name was not refused")
-    _probed.add(store)
-
-
 def numbers_in(
     folder: ObjectPath, found: Iterable[ObjectInfo] | None = None
 ) -> tuple[list[int], list[int]]:
@@ -240,8 +225,9 @@ class HeldClaim(Claim):
         """Claim a folder. No earlier claim can commit any more after that.
 
         If the last claim is undecided, this waits until its holder is known to be alive or dead.
-        CheckpointExistsError if another process has the claim, and is alive. ``known`` is what
-        ``numbers_in`` has just found.
+        CheckpointExistsError if another process has the claim, and is alive; UnsupportedFormatError
+        if the store replaces the first one, which is put twice. ``known`` is what ``numbers_in``
+        has just found.
         """
         numbers, decided = numbers_in(folder) if known is None else known
         undecided = sorted({*numbers} - {*decided})
@@ -255,7 +241,12 @@ class HeldClaim(Claim):
         mine = claim.to_json()
         if put_surely(claim.path, mine) != mine:
             raise _in_use(Claim.read(folder, number) or claim)
-        _require_conditions(claim)
+        if folder.store not in _probed and put_surely(claim.path, mine + b"\n") != mine:
+            with suppress(OSError):
+                brief(claim.path).store.delete([claim.path.key])
+            problem = "a second conditional put of one name was not refused"
+            raise _without_conditions(folder.store, problem)
+        _probed.add(folder.store)
         held = cls(claim)
         # A removal between the list and the put may have made the numbers begin again.
         held.found = [*(folder / ".dckpt").objects()]

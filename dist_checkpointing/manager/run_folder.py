@@ -232,10 +232,11 @@ class RunFolder:
         """
         with self._lock:
             self._broken.discard(step)
-            for record in self._changing(Durability.FSYNC, own=step):
+            for record in self._changing(own=step):
                 if record.steps.get(step, StepRecord()).begun != self._begun.attempt:
                     break  # another manager has noted it, and may have gone on from there
                 record.commit(step, self._begun, is_latest=is_latest)
+            location.fsync_folder(self.root)
             self.end_replacing()
             self.apply_retention(record)
 
@@ -303,15 +304,12 @@ class RunFolder:
         return up_to_date(self.root, read_record(self.root))
 
     def _changing(
-        self,
-        durability: Durability = Durability.PAGE_CACHE,
-        own: int | None = None,
-        stored: RunRecord | None = None,
+        self, own: int | None = None, stored: RunRecord | None = None
     ) -> Iterator[RunRecord]:
         """The record, for a body that changes it; again if others have changed it meanwhile.
 
-        It is written if it is another one or must be durable. ``stored`` is what has been read. The
-        ``own`` step, which this manager saves, is not looked at, and the record is signed.
+        The ``own`` step, which this manager saves, is not looked at, and the record is signed.
+        ``stored`` is what has been read.
         """
         with self._lock:
             for _ in moments():
@@ -323,15 +321,13 @@ class RunFolder:
                     now = time.strftime("%Y-%m-%d %H:%M:%S")
                     record.writer = f"{process}, {now}, manager {self._name}"
                     self._has_saved = True
-                if record == stored and durability is not Durability.FSYNC:
+                if record == stored:
                     return
                 if self.is_on_disk:
                     make_durable_folder(self.root)
                 # A power cut leaves the old one or the new one.
                 path = self.root / RECORD_NAME
                 if location.replace(path, record.to_json(), record.version):
-                    if durability is Durability.FSYNC:
-                        location.fsync_folder(self.root)
                     return
                 stored = None
         finding = Finding("other processes change it all the time", path=str(path))

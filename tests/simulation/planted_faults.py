@@ -94,9 +94,9 @@ _DURABILITY: Final = (
         "replaced files not synced",
         _FILES,
         "            if durability is Durability.FSYNC:\n                os.fsync(file.fileno())\n"
-        "        if is_new:",
-        "        if is_new:",
-        "the fsync of metadata.json and manager.json before they get their names",
+        "        os.replace(",
+        "        os.replace(",
+        "the fsync of metadata.json before it gets its name",
         "folder",
     ),
     PlantedFault(
@@ -207,8 +207,8 @@ _DURABILITY: Final = (
     PlantedFault(
         "pointer not durable",
         _RUN,
-        "self._changing(Durability.FSYNC, own=step):",
-        "self._changing(own=step):",
+        "            location.fsync_folder(self.root)\n            self.end_replacing()\n",
+        "            self.end_replacing()\n",
         "the fsync of manager.json when it says what was committed",
         "folder",
     ),
@@ -219,7 +219,7 @@ _DURABILITY: Final = (
         '        with open(temporary, "xb", buffering=0) as file:\n            while rest:\n',
         "    temporary = path\n    try:\n"
         '        with open(temporary, "wb", buffering=0) as file:\n            while rest:\n',
-        "the temporary name of metadata.json and manager.json",
+        "the temporary name of metadata.json",
         "folder",
     ),
     PlantedFault(
