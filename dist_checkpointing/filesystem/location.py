@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import xxhash
-
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -28,7 +26,7 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import file_writer, local_folder
+from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.local_folder import (
     NOT_THERE,
     TEMPORARY_NAME,
@@ -42,7 +40,6 @@ from dist_checkpointing.threads import in_threads
 # One slash: pathlib removes the second.
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _MOST_NAMED: Final = 16
-_MAX_REPLACED_BYTES: Final = 1 << 26
 _MORE_ROOM: Final = "Delete old checkpoints, or save to another disk."
 _MOST_SYNCS, _SYNCS_A_THREAD = 16, 8
 VISIBLE_SECONDS: Final = 30.0
@@ -199,40 +196,6 @@ def blocks(path: Location, num_bytes: int = 1 << 22) -> Iterator[bytes | memoryv
 def read_json(path: Location, max_bytes: int) -> Any:
     """What a JSON file says that must not be larger than ``max_bytes``; see ``parse_json``."""
     return parse_json(read_bytes(path, max_bytes))
-
-
-def read_version(path: Location) -> tuple[bytes, Any]:
-    """The content of a small file, and which version of it that is, for ``replace``."""
-    if isinstance(path, ObjectPath):
-        return path.store.get_version(path.key, _MAX_REPLACED_BYTES)
-    data = read_bytes(path, _MAX_REPLACED_BYTES)
-    return data, xxhash.xxh3_128_hexdigest(data)
-
-
-def replace(path: Location, data: bytes, version: Any) -> bool:
-    """Write a file if it still has the version that was read, or is not there (None); whether so.
-
-    There is no lock that a stopped process could have. What follows on a version has a name of it,
-    which one process alone can create; any process that finds it there puts it in its place.
-    """
-    if isinstance(path, ObjectPath):
-        return path.store.replace(path.key, data, version)
-    following = path if version is None else path.with_name(f"{path.name}.{version}")
-    temporary, is_mine = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp"), False
-    file_writer.put(path.parent, temporary.name, data, local_folder.Durability.FSYNC)
-    with suppress(FileExistsError, FileNotFoundError):  # it was there, and may be gone by now
-        local_folder.rename_new(temporary, following)
-        is_mine = True
-    temporary.unlink(missing_ok=True)
-    if version is None:
-        return is_mine
-    if read_version(path)[1] != version:  # by now: this process was stopped, or was late
-        if is_mine:
-            following.unlink(missing_ok=True)
-        return False
-    with suppress(FileNotFoundError):  # another process has done it
-        os.replace(following, path)
-    return is_mine
 
 
 def read_regular(path: Location, max_bytes: int, *, is_start: bool = False) -> bytes | None:

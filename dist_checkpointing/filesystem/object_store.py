@@ -196,13 +196,13 @@ class ObjectStore:
             raise (StoreUnavailableError if may_pass else OSError)(5, answer, path) from error
 
     @_repeating
-    def get_version(self, key: str, max_bytes: int | None = None) -> tuple[bytes, dict[str, str]]:
-        """Like ``get``, and which version of the object it is, for ``replace``."""
+    def get_version(self, key: str, max_bytes: int | None = None) -> tuple[bytes, Any]:
+        """Like ``get``, and which version of the object that is, as a mode of ``put``."""
         answer = self._call("get", key, key)
         check_size(answer.meta["size"], f"{self.url}/{key}", max_bytes)
         with self._errors(key):
             data = bytes(answer.bytes())
-        return data, {name: tag for name in ("e_tag", "version") if (tag := answer.meta[name])}
+        return data, {k: v for k in ("e_tag", "version") if (v := answer.meta[k])} or "overwrite"
 
     def get(self, key: str, max_bytes: int | None = None) -> bytes:
         """The content of an object, which is not read if larger than ``max_bytes``."""
@@ -232,31 +232,14 @@ class ObjectStore:
         except FileNotFoundError:
             return None
 
-    def put(self, key: str, data: Buffer, *, create: bool = False) -> str | None:
+    def put(self, key: str, data: Buffer, *, mode: Any = "overwrite") -> str | None:
         """Write an object in one request; the ETag that it has then.
 
-        ``create`` refuses to replace an object. It is not repeated: after an answer that was lost
-        the object might be that of the first try.
+        The mode "create" refuses to replace an object, and that of a version another one. They are
+        not repeated: after an answer that was lost the object might be that of the first try.
         """
-        mode = "create" if create else "overwrite"
         put = partial(self._put, key, data, mode=mode, use_multipart=False)
-        return put() if create else self.repeated(put)
-
-    def replace(self, key: str, data: bytes, version: dict[str, str] | None) -> bool:
-        """Write an object if it still has a version, or is not there (None); whether it was so.
-
-        A store that has no such condition writes it in any case.
-        """
-        mode = "create" if version is None else version or "overwrite"
-        try:
-            self.repeated(lambda: self._put(key, data, mode=mode, use_multipart=False))
-        except FileExistsError:  # also after a try that has put it, whose answer was lost
-            return self.get(key) == data
-        except OSError as error:
-            if error.errno != errno.ENOTSUP:
-                raise
-            self.put(key, data)
-        return True
+        return self.repeated(put) if mode == "overwrite" else put()
 
     def put_parts(self, key: str, parts: Iterable[Buffer]) -> str | None:
         """Write an object of any size, part by part, that is not there; the ETag that it has then.

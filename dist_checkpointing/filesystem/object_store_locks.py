@@ -54,13 +54,13 @@ _BRIEF_SECONDS: Final = 5.0
 _PRUNED_EVERY: Final = 8
 _KEPT: Final = 3
 """So many decided claims stay when the others are deleted."""
-_MAX_BYTES: Final = 1 << 20
+_MAX_BYTES, _MAX_PUT_BYTES = 1 << 20, 1 << 26
 _probed: Final[set[ObjectStore]] = set()
 """Buckets that refuse a second put-if-absent of a name."""
 
 
-def put_surely(path: ObjectPath, data: bytes) -> bytes:
-    """Put an object unless there is one of its name; the content of the one that is there then.
+def put_surely(path: ObjectPath, data: bytes, mode: Any = "create") -> bytes:
+    """Put an object by a mode of ``ObjectStore.put``; the content of the one that is there then.
 
     An answer that is lost, or says that the server failed, leaves open whether the object was put:
     it is read then, so ``data`` must be no other caller's. CheckpointingException if the store does
@@ -69,13 +69,14 @@ def put_surely(path: ObjectPath, data: bytes) -> bytes:
 
     def put() -> bytes:
         try:
-            path.store.put(path.key, data, create=True)
+            path.store.put(path.key, data, mode=mode)
         except PermissionError:
             raise
         except OSError as error:
             with suppress(OSError):  # the first error says more
-                stored = read_regular(brief(path), _MAX_BYTES)
-                if stored is not None:
+                stored = read_regular(brief(path), _MAX_PUT_BYTES)
+                is_refused = mode == "create" or isinstance(error, FileExistsError)
+                if stored == data or (is_refused and stored is not None):
                     return stored
             if isinstance(error, FileExistsError):  # of S3: another put was under way
                 raise StoreUnavailableError(error.errno, error.strerror, str(path)) from error

@@ -151,13 +151,12 @@ def read_seal(folder: Location) -> Seal | None:
     CorruptCheckpointError if it is damaged, or is lost.
     """
     path = folder / SEAL_NAME
-    look = partial(location.is_file, path)
-    if not look():
+    if not location.is_file(path):
         if SEAL_NAME not in leftovers(folder):
             return None
         # Another machine may have put it there a moment ago, which is not seen here yet.
-        may_be_late = isinstance(folder, Path) and not local_folder.is_local(folder)
-        if not (may_be_late and is_seen(look)):
+        is_near = not isinstance(folder, Path) or local_folder.is_local(folder)
+        if is_near or not is_seen(lambda: location.is_file(path)):
             remedy = "Use another checkpoint, or load without verify."
             finding = Finding("the seal is missing", path=str(path), remedy=remedy)
             raise CorruptCheckpointError("the seal of the checkpoint is lost", [finding])

@@ -23,7 +23,6 @@ from dist_checkpointing.errors import (
     Finding,
 )
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.local_folder import make_durable_folder
 from dist_checkpointing.filesystem.location import check_room, is_folder, is_there, moments
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.format.commit import (
@@ -47,6 +46,7 @@ from dist_checkpointing.format.run_steps import (
     step_folder,
     steps_of_manager,
     up_to_date,
+    write_record,
 )
 from dist_checkpointing.manager.retention import Due, Retention
 from dist_checkpointing.serialization.load_metadata import remove_sharded_tensors
@@ -323,14 +323,10 @@ class RunFolder:
                     self._has_saved = True
                 if record == stored:
                     return
-                if self.is_on_disk:
-                    make_durable_folder(self.root)
-                # A power cut leaves the old one or the new one.
-                path = self.root / RECORD_NAME
-                if location.replace(path, record.to_json(), record.version):
+                if write_record(self.root, record):  # a power cut leaves the old one or this one
                     return
                 stored = None
-        finding = Finding("other processes change it all the time", path=str(path))
+        finding = Finding("other processes change it all the time", path=str(self.root))
         raise CheckpointingException("the record of the run cannot be changed", [finding])
 
     def note(self, step: int, **flags: Any) -> None:
