@@ -326,8 +326,7 @@ class RunFolder:
                 if write_record(self.root, record):  # a power cut leaves the old one or this one
                     return
                 stored = None
-        finding = Finding("other processes change it all the time", path=str(self.root))
-        raise CheckpointingException("the record of the run cannot be changed", [finding])
+        raise CheckpointingException(f"others change {self.root / RECORD_NAME} all the time")
 
     def note(self, step: int, **flags: Any) -> None:
         """Record that a step was verified or stripped, if it is known."""

@@ -343,6 +343,24 @@ def test_a_deletion_that_takes_long_forgets_no_save_of_another_manager() -> None
     Play(SCENARIOS["deletion"], 46).at(Fault(46, "freeze", FOR_EVER))
 
 
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("deletion", "link"),
+        ("deletion", "rename"),
+        ("deletion, store", "put"),
+        ("rollback, store", "put"),
+        ("retention, store", "put"),
+    ],
+)
+def test_who_is_frozen_before_the_record_is_written_writes_no_old_one(
+    name: str, operation: str
+) -> None:
+    """The steps that others had saved meanwhile were forgotten, and the run went back."""
+    for at in range(3):
+        Play(SCENARIOS[name], at).at(Fault(at, "freeze", FOR_EVER, operation))
+
+
 @pytest.mark.parametrize("root", [FOLDER, STORE])
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
 def test_a_reader_that_stops_while_its_checkpoint_is_overwritten(root: str, backend: str) -> None:
