@@ -162,10 +162,7 @@ class SimulatedStore:
     def _put(
         self, client: _Client, key: str, data: Any, *, mode: Any = "overwrite", **_: Any
     ) -> dict[str, Any]:
-        from obstore.exceptions import (  # noqa: PLC0415 - an extra
-            AlreadyExistsError,
-            PreconditionError,
-        )
+        from obstore import exceptions  # noqa: PLC0415 - an extra
 
         if isinstance(data, bytes | bytearray | memoryview):
             content = bytes(data)
@@ -175,11 +172,9 @@ class SimulatedStore:
         def work() -> dict[str, Any]:
             objects = self._of(client)
             if mode == "create" and key in objects:
-                raise AlreadyExistsError(f"{key} already exists")
-            if isinstance(mode, dict) and (
-                key not in objects or mode["e_tag"] != objects[key].etag
-            ):
-                raise PreconditionError(f"{key} has another ETag")
+                raise exceptions.AlreadyExistsError(f"{key} already exists")
+            if isinstance(mode, dict) and mode["e_tag"] != self._found(client, key).etag:
+                raise exceptions.PreconditionError(f"{key} has another ETag")
             digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
             seconds = dt.timedelta(seconds=int(self._world.scheduler.now))
             objects[key] = _Object(content, f'"{digest}"', _BEGINNING + seconds)

@@ -184,11 +184,10 @@ class World:
         ]
         locks, kept = _globals(len(sys.modules))
         for owner, name, lock in locks:
-            if isinstance(owner, functools.cached_property):  # no process waits for another one's
-                replaced.append((owner, name, nullcontext()))
-                continue
-            is_reentrant = isinstance(lock, _RLOCK)
-            replaced.append((owner, name, SimulatedLock(self.scheduler, is_reentrant=is_reentrant)))
+            own: Any = SimulatedLock(self.scheduler, is_reentrant=isinstance(lock, _RLOCK))
+            # No process waits for the lock of another one.
+            is_of_all = isinstance(owner, functools.cached_property)
+            replaced.append((owner, name, nullcontext() if is_of_all else own))
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
         for owner, name, call in replaced:
             setattr(owner, name, call)
