@@ -238,7 +238,7 @@ def is_folder(path: Location) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def _moments() -> Iterator[None]:
+def moments() -> Iterator[None]:
     """When to look for what another machine has written, which may be seen a little later."""
     deadline, pause = time.monotonic() + VISIBLE_SECONDS, 0.001
     yield
@@ -250,12 +250,12 @@ def _moments() -> Iterator[None]:
 
 def is_seen(look: Callable[[], bool]) -> bool:
     """Whether a look finds something, if need be after a while."""
-    return any(look() for _ in _moments())
+    return any(look() for _ in moments())
 
 
 def when_visible(look: Callable[[], T]) -> T:
     """What a look at files gives, if need be after a while; FileNotFoundError at last."""
-    for _ in _moments():
+    for _ in moments():
         with suppress(FileNotFoundError):
             return look()
     return look()

@@ -196,12 +196,17 @@ class ObjectStore:
             raise (StoreUnavailableError if may_pass else OSError)(5, answer, path) from error
 
     @_repeating
-    def get(self, key: str, max_bytes: int | None = None) -> bytes:
-        """The content of an object, which is not read if larger than ``max_bytes``."""
+    def get_version(self, key: str, max_bytes: int | None = None) -> tuple[bytes, Any]:
+        """Like ``get``, and which version of the object that is, as a mode of ``put``."""
         answer = self._call("get", key, key)
         check_size(answer.meta["size"], f"{self.url}/{key}", max_bytes)
         with self._errors(key):
-            return bytes(answer.bytes())
+            data = bytes(answer.bytes())
+        return data, {k: v for k in ("e_tag", "version") if (v := answer.meta[k])} or "overwrite"
+
+    def get(self, key: str, max_bytes: int | None = None) -> bytes:
+        """The content of an object, which is not read if larger than ``max_bytes``."""
+        return self.get_version(key, max_bytes)[0]
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         answer = self._call("get", key, key, max_retries=self.options.max_retries)
@@ -227,15 +232,14 @@ class ObjectStore:
         except FileNotFoundError:
             return None
 
-    def put(self, key: str, data: Buffer, *, create: bool = False) -> str | None:
+    def put(self, key: str, data: Buffer, *, mode: Any = "overwrite") -> str | None:
         """Write an object in one request; the ETag that it has then.
 
-        ``create`` refuses to replace an object. It is not repeated: after an answer that was lost
-        the object might be that of the first try.
+        The mode "create" refuses to replace an object, and that of a version another one. They are
+        not repeated: after an answer that was lost the object might be that of the first try.
         """
-        mode = "create" if create else "overwrite"
         put = partial(self._put, key, data, mode=mode, use_multipart=False)
-        return put() if create else self.repeated(put)
+        return self.repeated(put) if mode == "overwrite" else put()
 
     def put_parts(self, key: str, parts: Iterable[Buffer]) -> str | None:
         """Write an object of any size, part by part, that is not there; the ETag that it has then.

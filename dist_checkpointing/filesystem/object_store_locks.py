@@ -14,7 +14,6 @@ import json
 import logging
 import queue
 import time
-import uuid
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -55,13 +54,13 @@ _BRIEF_SECONDS: Final = 5.0
 _PRUNED_EVERY: Final = 8
 _KEPT: Final = 3
 """So many decided claims stay when the others are deleted."""
-_MAX_BYTES: Final = 1 << 20
+_MAX_BYTES, _MAX_PUT_BYTES = 1 << 20, 1 << 26
 _probed: Final[set[ObjectStore]] = set()
 """Buckets that refuse a second put-if-absent of a name."""
 
 
-def put_surely(path: ObjectPath, data: bytes) -> bytes:
-    """Put an object unless there is one of its name; the content of the one that is there then.
+def put_surely(path: ObjectPath, data: bytes, mode: Any = "create") -> bytes:
+    """Put an object by a mode of ``ObjectStore.put``; the content of the one that is there then.
 
     An answer that is lost, or says that the server failed, leaves open whether the object was put:
     it is read then, so ``data`` must be no other caller's. CheckpointingException if the store does
@@ -70,13 +69,14 @@ def put_surely(path: ObjectPath, data: bytes) -> bytes:
 
     def put() -> bytes:
         try:
-            path.store.put(path.key, data, create=True)
+            path.store.put(path.key, data, mode=mode)
         except PermissionError:
             raise
         except OSError as error:
             with suppress(OSError):  # the first error says more
-                stored = read_regular(brief(path), _MAX_BYTES)
-                if stored is not None:
+                stored = read_regular(brief(path), _MAX_PUT_BYTES)
+                is_refused = mode == "create" or isinstance(error, FileExistsError)
+                if stored == data or (is_refused and stored is not None):
                     return stored
             if isinstance(error, FileExistsError):  # of S3: another put was under way
                 raise StoreUnavailableError(error.errno, error.strerror, str(path)) from error
@@ -112,24 +112,6 @@ def brief(place: ObjectPath, seconds: float = _BRIEF_SECONDS) -> ObjectPath:
     seconds = min(seconds, options.retry_timeout)
     options = replace(options, retry_timeout=seconds, timeout=min(seconds, options.timeout))
     return replace(place, store=replace(place.store, options=options))
-
-
-def require_conditions(folder: ObjectPath) -> None:
-    """Refuse, by UnsupportedFormatError, a store that replaces what it should put only if absent.
-
-    One object is put below the folder and deleted, once for each bucket in a process.
-    """
-    if folder.store in _probed:
-        return
-    probe = folder / f".dckpt/probe-{uuid.uuid4().hex}"
-    put_surely(probe, b"first")
-    has_conditions = put_surely(probe, b"second") == b"first"
-    with suppress(OSError):
-        brief(probe).store.delete([probe.key])
-    if not has_conditions:
-        problem = "a second conditional put of one name was not refused"
-        raise _without_conditions(folder.store, problem)
-    _probed.add(folder.store)
 
 
 def numbers_in(
@@ -244,8 +226,9 @@ class HeldClaim(Claim):
         """Claim a folder. No earlier claim can commit any more after that.
 
         If the last claim is undecided, this waits until its holder is known to be alive or dead.
-        CheckpointExistsError if another process has the claim, and is alive. ``known`` is what
-        ``numbers_in`` has just found.
+        CheckpointExistsError if another process has the claim, and is alive; UnsupportedFormatError
+        if the store replaces the first one, which is put twice. ``known`` is what ``numbers_in``
+        has just found.
         """
         numbers, decided = numbers_in(folder) if known is None else known
         undecided = sorted({*numbers} - {*decided})
@@ -259,6 +242,12 @@ class HeldClaim(Claim):
         mine = claim.to_json()
         if put_surely(claim.path, mine) != mine:
             raise _in_use(Claim.read(folder, number) or claim)
+        if folder.store not in _probed and put_surely(claim.path, mine + b"\n") != mine:
+            with suppress(OSError):
+                brief(claim.path).store.delete([claim.path.key])
+            problem = "a second conditional put of one name was not refused"
+            raise _without_conditions(folder.store, problem)
+        _probed.add(folder.store)
         held = cls(claim)
         # A removal between the list and the put may have made the numbers begin again.
         held.found = [*(folder / ".dckpt").objects()]

@@ -464,7 +464,6 @@ class StoreAttempt:
         if the store ignores conditional puts.
         """
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
-        claims.require_conditions(root)
         there = refuse_committed(root, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
         found = location.names_in(root / DATA) if DATA in there else []

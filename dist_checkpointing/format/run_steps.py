@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Sequence
@@ -15,17 +16,20 @@ from dataclasses import asdict, dataclass, field, replace
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
+import xxhash
+
 from dist_checkpointing.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     Finding,
+    UnsupportedFormatError,
     hint,
 )
-from dist_checkpointing.filesystem import local_folder, location
+from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.local_folder import DCKPT_FOLDER
 from dist_checkpointing.filesystem.location import is_there
-from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.filesystem.object_store_locks import CLAIMS
+from dist_checkpointing.filesystem.object_store import Location, ObjectPath
+from dist_checkpointing.filesystem.object_store_locks import CLAIMS, put_surely
 from dist_checkpointing.format.commit import (
     check_is_distributed_checkpoint,
     data_folder,
@@ -41,6 +45,7 @@ from dist_checkpointing.format.leftovers import (
 logger: logging.Logger = logging.getLogger(__name__)
 RECORD_NAME: Final = "manager.json"
 _FORMAT: Final = 1
+_NO_FILE: Final = "create"
 _MAX_BYTES: Final = 1 << 26
 STEP_FOLDER: Final = re.compile(r"step-(\d+)")
 MEGATRON_POINTER: Final = "latest_checkpointed_iteration.txt"
@@ -87,12 +92,14 @@ class RunRecord:
     """The pointer, and what is known about every step that the manager has begun to write.
 
     ``latest`` is the step that was last committed, durably, before this was written; ``writer``
-    says which manager began or committed the last save, and when.
+    says which manager began or committed the last save, and when; ``version`` is that of the file
+    that was read, if there was one.
     """
 
     latest: int | None = None
     steps: dict[int, StepRecord] = field(default_factory=dict)
     writer: str = ""
+    version: Any = field(default=_NO_FILE, compare=False)
 
     def to_json(self) -> bytes:
         steps = {
@@ -190,18 +197,55 @@ def read_record(root: Location) -> RunRecord:
     It is safe to lose the record: a manager deletes only what its record names. OSError if the file
     system fails.
     """
-    path = root / RECORD_NAME
+    path, version = root / RECORD_NAME, _NO_FILE
     try:
         with local_folder.parsing("it cannot be read and is not used", path):
-            return _parsed(location.read_json(path, _MAX_BYTES))
+            if isinstance(path, ObjectPath):
+                content, version = path.store.get_version(path.key, _MAX_BYTES)
+            else:
+                content = location.read_bytes(path, _MAX_BYTES)
+                version = xxhash.xxh3_128_hexdigest(content)
+            return _parsed(local_folder.parse_json(content), version)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except CorruptCheckpointError as error:
         logger.warning("%s", error)
-    return RunRecord()
+    return RunRecord(version=version)
 
 
-def _parsed(content: Any) -> RunRecord:
+def write_record(root: Location, record: RunRecord) -> bool:
+    """Write a record, if the one of its version is there still; whether it is.
+
+    On a disk there is no lock, which a stopped process would have: what follows on a version is a
+    file with its name, which one process alone can create, and any one puts into its place.
+    """
+    path, data, version = root / RECORD_NAME, record.to_json(), record.version
+    if isinstance(path, ObjectPath):
+        try:
+            return put_surely(path, data, version) == data
+        except UnsupportedFormatError:  # the store does not compare versions
+            path.store.put(path.key, data)
+            return True
+    local_folder.make_durable_folder(path.parent)
+    following = path if version == _NO_FILE else path.with_name(f"{path.name}.{version}")
+    temporary, is_ours = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp"), False
+    file_writer.put(path.parent, temporary.name, data, local_folder.Durability.FSYNC)
+    with suppress(FileExistsError, FileNotFoundError):  # it was there, and may be gone by now
+        local_folder.rename_new(temporary, following)
+        is_ours = True
+    temporary.unlink(missing_ok=True)
+    if following is path:
+        return is_ours
+    if read_record(root).version != version:  # this process was stopped meanwhile
+        if is_ours:
+            following.unlink(missing_ok=True)
+        return False
+    with suppress(FileNotFoundError):  # another process has done it
+        following.replace(path)
+    return is_ours
+
+
+def _parsed(content: Any, version: Any) -> RunRecord:
     if content["format"] != _FORMAT:
         raise ValueError(f"format {content['format']!r}")
     steps = {int(step): StepRecord(**known) for step, known in content["steps"].items()}
@@ -211,7 +255,7 @@ def _parsed(content: Any) -> RunRecord:
     for record in steps.values():
         if not all(fits(getattr(record, name), kind) for name, kind in _KINDS.items()):
             raise ValueError(f"{record!r}")
-    return RunRecord(latest, steps, str(content.get("writer", "")))
+    return RunRecord(latest, steps, str(content.get("writer", "")), version)
 
 
 def fits(value: object, kind: Any) -> bool:

@@ -151,13 +151,16 @@ def read_seal(folder: Location) -> Seal | None:
     CorruptCheckpointError if it is damaged, or is lost.
     """
     path = folder / SEAL_NAME
-    if location.is_file(path):
-        return Seal.from_json(location.read_bytes(path, MAX_SEAL_BYTES), str(path))
-    if SEAL_NAME in leftovers(folder):
-        remedy = "Use another checkpoint, or load without verify."
-        finding = Finding("the seal is missing", path=str(path), remedy=remedy)
-        raise CorruptCheckpointError("the seal of the checkpoint is lost", [finding])
-    return None
+    if not location.is_file(path):
+        if SEAL_NAME not in leftovers(folder):
+            return None
+        # Another machine may have put it there a moment ago, which is not seen here yet.
+        is_near = not isinstance(folder, Path) or local_folder.is_local(folder)
+        if is_near or not is_seen(lambda: location.is_file(path)):
+            remedy = "Use another checkpoint, or load without verify."
+            finding = Finding("the seal is missing", path=str(path), remedy=remedy)
+            raise CorruptCheckpointError("the seal of the checkpoint is lost", [finding])
+    return Seal.from_json(location.read_bytes(path, MAX_SEAL_BYTES), str(path))
 
 
 def shared_name(name: str, attempt: str) -> str:

@@ -8,8 +8,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,8 +23,7 @@ from dist_checkpointing.errors import (
     Finding,
 )
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.filesystem.local_folder import make_durable_folder, write_content
-from dist_checkpointing.filesystem.location import check_room, is_folder, is_there
+from dist_checkpointing.filesystem.location import check_room, is_folder, is_there, moments
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.format.commit import (
     begin_attempt,
@@ -47,6 +46,7 @@ from dist_checkpointing.format.run_steps import (
     step_folder,
     steps_of_manager,
     up_to_date,
+    write_record,
 )
 from dist_checkpointing.manager.retention import Due, Retention
 from dist_checkpointing.serialization.load_metadata import remove_sharded_tensors
@@ -165,7 +165,7 @@ class RunFolder:
 
     def go_back_with(self, other: RunRecord) -> None:
         """Let the run have come to the last step of its history that is one of another record's."""
-        with self._changing() as record:
+        for record in self._changing():
             if record.latest is not None:
                 known = record.steps
                 line = {s: other.steps.get(s, known[s]) for s in other.history(known)}
@@ -175,7 +175,7 @@ class RunFolder:
 
     def catch_up_with(self, other: RunRecord) -> None:
         """Take over the history of another record of this run, if it has gone on from this one."""
-        with self._changing() as record:
+        for record in self._changing():
             if _knows_latest(other, record) and not _knows_latest(record, other):
                 record.latest, record.steps = other.latest, {**record.steps, **other.steps}
 
@@ -200,7 +200,7 @@ class RunFolder:
             if not self._has_saved:
                 location.remove_temporaries([RECORD_NAME], self.root)
             is_here = (is_there if self.is_on_disk else is_folder)(self.folder(step))
-            with self._changing() as record:
+            for record in self._changing():
                 if self._has_saved and self._name not in (record.writer or self._name):
                     finding = Finding(
                         "another manager has saved here since this one did",
@@ -219,7 +219,7 @@ class RunFolder:
     def claimed(self, step: int, metric: float | None, parent: int, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
         self._begun = StepRecord(attempt, metric=metric, parent=parent)
-        with self._changing(own=step) as record:
+        for record in self._changing(own=step):
             known = record.steps.get(step, StepRecord())
             record.steps[step] = replace(
                 known, begun=attempt, begun_metric=metric, begun_parent=parent
@@ -232,8 +232,11 @@ class RunFolder:
         """
         with self._lock:
             self._broken.discard(step)
-            with self._changing(Durability.FSYNC, own=step) as record:
+            for record in self._changing(own=step):
+                if record.steps.get(step, StepRecord()).begun != self._begun.attempt:
+                    break  # another manager has noted it, and may have gone on from there
                 record.commit(step, self._begun, is_latest=is_latest)
+            location.fsync_folder(self.root)
             self.end_replacing()
             self.apply_retention(record)
 
@@ -247,7 +250,7 @@ class RunFolder:
             record = self.record() if record is None else record
             found = steps_of_manager(self.root)
             left, due = self._due(record, found)
-            gone = []
+            gone: dict[int, str | None] = {}
             for step in [*left, *due.delete]:
                 # The next pass tries again.
                 with tolerant(f"retention could not deal with step {step}"):
@@ -259,11 +262,9 @@ class RunFolder:
                         continue
                     elif step in found:
                         self._remove(step, None)
-                    gone.append(step)
+                    gone[step] = record.steps[step].attempt
             if gone:
-                with self._changing() as known:
-                    for step in gone:
-                        known.forget(step)
+                self._forget(gone)
             done = {s for s in due.strip if record.steps[s].stripped} | self._without_optimizer
             for step in (step for step in due.strip if step not in done):
                 with tolerant(f"retention could not deal with step {step}"):
@@ -302,37 +303,34 @@ class RunFolder:
         """The record, updated with what is committed."""
         return up_to_date(self.root, read_record(self.root))
 
-    @contextmanager
     def _changing(
-        self, durability: Durability = Durability.PAGE_CACHE, own: int | None = None
+        self, own: int | None = None, stored: RunRecord | None = None
     ) -> Iterator[RunRecord]:
-        """Let the body change the record; write it if it is another one or must be durable.
+        """The record, for a body that changes it; again if others have changed it meanwhile.
 
         The ``own`` step, which this manager saves, is not looked at, and the record is signed.
+        ``stored`` is what has been read.
         """
         with self._lock:
-            stored = read_record(self.root)
-            record = up_to_date(self.root, stored, {None, self._begun.attempt}, own)
-            yield record
-            if own is not None:
-                process = f"process {os.getpid()} on host {socket.gethostname()}"
-                now = time.strftime("%Y-%m-%d %H:%M:%S")
-                record.writer = f"{process}, {now}, manager {self._name}"
-                self._has_saved = True
-            if record != stored or durability is Durability.FSYNC:
-                if self.is_on_disk:
-                    make_durable_folder(self.root)
-                self._write(record)
-                if durability is Durability.FSYNC:
-                    location.fsync_folder(self.root)
-
-    def _write(self, record: RunRecord) -> None:
-        """Replace the record; a power cut leaves the old one or the new one."""
-        write_content(self.root, RECORD_NAME, record.to_json(), Durability.FSYNC)
+            for _ in moments():
+                stored = read_record(self.root) if stored is None else stored
+                record = up_to_date(self.root, stored, {None, self._begun.attempt}, own)
+                yield record
+                if own is not None:
+                    process = f"process {os.getpid()} on host {socket.gethostname()}"
+                    now = time.strftime("%Y-%m-%d %H:%M:%S")
+                    record.writer = f"{process}, {now}, manager {self._name}"
+                    self._has_saved = True
+                if record == stored:
+                    return
+                if write_record(self.root, record):  # a power cut leaves the old one or this one
+                    return
+                stored = None
+        raise CheckpointingException(f"others change {self.root / RECORD_NAME} all the time")
 
     def note(self, step: int, **flags: Any) -> None:
         """Record that a step was verified or stripped, if it is known."""
-        with self._changing() as record:
+        for record in self._changing():
             if step in record.steps:
                 record.steps[step] = replace(record.steps[step], **flags)
 
@@ -343,7 +341,8 @@ class RunFolder:
             CheckpointingException: if no manager of this root wrote it, or if it is the last
                 verified one.
         """
-        record = self.record()
+        stored = read_record(self.root)
+        record = up_to_date(self.root, stored)
         attempt = record.steps.get(step, StepRecord()).attempt
         problem = "no manager of this root wrote it"
         if step == record.last_verified:
@@ -355,12 +354,14 @@ class RunFolder:
         if problem:
             finding = Finding(problem, path=str(self.folder(step)), remedy="Delete it by hand.")
             raise CheckpointingException(f"step {step} is not deleted", [finding])
-        # Read anew: other managers may have saved steps while the files were deleted.
-        with self._lock:
-            record = read_record(self.root)
-            if record.steps.get(step, StepRecord()).attempt in (None, attempt):
-                record.forget(step)
-                self._write(record)
+        self._forget({step: attempt}, stored)
+
+    def _forget(self, gone: Mapping[int, str | None], stored: RunRecord | None = None) -> None:
+        """Record that these saves of steps are deleted; other managers may have saved others."""
+        for record in self._changing(stored=stored):
+            for step, attempt in gone.items():
+                if record.steps.get(step, StepRecord()).attempt in (None, attempt):
+                    record.forget(step)
 
     def wrote(self, step: int, record: RunRecord) -> bool:
         """Whether a manager of this root wrote what is in the folder of a step."""

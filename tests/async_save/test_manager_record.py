@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ import dist_checkpointing as dc
 from damage import damage, files_in
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.format.run_steps import NO_STEP
+from dist_checkpointing.filesystem import ObjectPath
+from dist_checkpointing.format.run_steps import NO_STEP, write_record
 from dist_checkpointing.manager import RunRecord, StepRecord, checkpoint_manager, read_record
 from dist_checkpointing.testing import run_ranks
-from faults import ended_before_the_pointer, replaced
+from faults import ended_before_the_pointer, failing, replaced, store_requests
 from states import BACKEND, trained
+from stores import new_url
 
 state = partial(trained, shape=(200, 300))
 
@@ -71,6 +74,55 @@ def test_a_record_that_is_none(tmp_path: Path, value: str) -> None:
         f'{{"format": 1, "latest": 1, "steps": {{"1": {{{value}}}}}}}'
     )
     assert read_record(tmp_path) == RunRecord()
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_of_changes_at_once_none_is_lost(tmp_path: Path, *, is_on_disk: bool) -> None:
+    root = tmp_path if is_on_disk else ObjectPath.of(new_url())
+
+    def add(steps: range) -> None:
+        for step in steps:
+            is_written = False
+            while not is_written:
+                record = read_record(root)
+                record.steps[step] = StepRecord()
+                is_written = write_record(root, record)
+
+    threads = [Thread(target=add, args=(range(at, at + 20),)) for at in (0, 20, 40, 60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(read_record(root).steps) == [*range(80)]
+    if is_on_disk:
+        assert [path.name for path in tmp_path.iterdir()] == ["manager.json"]
+
+
+def test_what_one_process_began_to_write_another_one_puts_in_its_place(tmp_path: Path) -> None:
+    manager = dc.CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    with failing("os.replace", times=1), pytest.raises(dc.CheckpointingException):
+        manager.delete(2)
+    assert [*read_record(tmp_path).steps] == [1, 2]
+    dc.CheckpointManager(tmp_path).verify(1)
+    record = read_record(tmp_path)
+    assert ([*record.steps], record.latest, record.steps[1].verified) == ([1], 1, True)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["manager.json"]
+
+
+def test_a_store_that_does_not_compare_versions() -> None:
+    def act(name: str, _: str, go: Any) -> Any:
+        if name == "put" and isinstance(go.keywords.get("mode"), dict):
+            raise NotImplementedError("If-Match")
+        return go()
+
+    root = new_url()
+    with store_requests(act), dc.CheckpointManager(root) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        manager.delete(1)
+    assert [*read_record(ObjectPath.of(root)).steps] == [2]
 
 
 def test_damaged_metadata_is_no_leftover(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ import dist_checkpointing as dc
 from dist_checkpointing import CheckpointingException, load, verify_checkpoint
 from dist_checkpointing.checkpoint import examine_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem import location
+from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.format import (
     SEAL_NAME,
     Seal,
@@ -242,6 +243,18 @@ def test_a_checkpoint_without_a_seal_is_verified_and_says_so(
     (own.folder / SEAL_NAME).unlink()
     with pytest.raises(dc.CorruptCheckpointError, match="seal is missing"):
         dc.verify_checkpoint(own.folder)
+
+
+def test_a_seal_that_is_seen_late_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dc.save(at_step(1), tmp_path / "c")
+    hidden = (tmp_path / "c" / SEAL_NAME).rename(tmp_path / "seal")
+    monkeypatch.setattr(local_folder, "is_local", lambda _: False)
+    timer = threading.Timer(0.1, lambda: hidden.rename(tmp_path / "c" / SEAL_NAME))
+    timer.start()
+    assert read_seal(tmp_path / "c") is not None
+    timer.join()
 
 
 def test_what_has_no_checksums_is_not_called_verified(tmp_path: Path) -> None:

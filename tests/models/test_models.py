@@ -141,6 +141,7 @@ def trace_of(seed: int, removals: tuple[str, ...]) -> list[tuple[str, str]]:
     work |= {name: lambda: remove(location) for name in removals}
     work["reader"] = lambda: read(location)
     with without_waiting():
+        save(location.parent / "900", overwrite=False)  # which puts its claim twice
         return traced(location, work, seed, kills=seed % 4)
 
 

@@ -100,7 +100,7 @@ def test_a_server_that_is_not_well(server: Server, proxy: Proxy) -> None:
     requests, wrong, repeated = count(), count(), set[tuple[str, str]]()
 
     def fault(method: str, path: str) -> Fault | None:
-        if "probe" in path or (method, path) in repeated or next(requests) % 3:
+        if (method, path) in repeated or next(requests) % 3:
             return None
         repeated.add((method, path))
         return FAULTS[next(wrong) % len(FAULTS)]
@@ -222,5 +222,5 @@ def test_a_server_that_is_not_there(server: Server, monkeypatch: pytest.MonkeyPa
     """It is given up soon, and what is said is what failed first."""
     place = default_retries(server.place(f"http://127.0.0.1:{free_port()}"))
     monkeypatch.setattr(object_store, "_FIRST_CONTACT_SECONDS", 0.5)
-    with pytest.raises(CheckpointingException, match=r"(?s)cannot be reached.*performing PUT"):
+    with pytest.raises(CheckpointingException, match="cannot be reached"):
         save(numbered(1), place)

@@ -618,7 +618,7 @@ class Player:
 
     def _note_verified(self, step: int | None) -> None:
         """Note that a step was verified; None if it is not known which are."""
-        # Who goes on later may write down again what it knew before.
+        # Who goes on later may delete what it does not know to be verified.
         step = None if self.left else step
         self.oracle.move(state.with_verified(step) for state in self.oracle.states)
 

@@ -53,6 +53,11 @@ def main() -> None:
     play(History.of(1))
     gc.collect()
     gc.freeze()
+    # It was frozen between reading the record of the run and writing it.
+    events = tuple(late_rank(9))
+    end = play(History(0, "store", BACKENDS[0], 2, events, keep_last=3))
+    if isinstance(end, Failure):
+        sys.exit(f"late_rank at 9 in a store: {end.error!r}")
     for number, at in enumerate(range(12, 160, pace)):
         for story in STORIES:
             place = ("folder", "store")[number % 2]

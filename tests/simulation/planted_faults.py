@@ -96,7 +96,7 @@ _DURABILITY: Final = (
         "            if durability is Durability.FSYNC:\n                os.fsync(file.fileno())\n"
         "        os.replace(",
         "        os.replace(",
-        "the fsync of metadata.json and manager.json before they get their names",
+        "the fsync of metadata.json before it gets its name",
         "folder",
     ),
     PlantedFault(
@@ -207,8 +207,8 @@ _DURABILITY: Final = (
     PlantedFault(
         "pointer not durable",
         _RUN,
-        "self._changing(Durability.FSYNC, own=step) as record:\n                record.commit(",
-        "self._changing(own=step) as record:\n                record.commit(",
+        "            location.fsync_folder(self.root)\n            self.end_replacing()\n",
+        "            self.end_replacing()\n",
         "the fsync of manager.json when it says what was committed",
         "folder",
     ),
@@ -219,7 +219,7 @@ _DURABILITY: Final = (
         '        with open(temporary, "xb", buffering=0) as file:\n            while rest:\n',
         "    temporary = path\n    try:\n"
         '        with open(temporary, "wb", buffering=0) as file:\n            while rest:\n',
-        "the temporary name of metadata.json and manager.json",
+        "the temporary name of metadata.json",
         "folder",
     ),
     PlantedFault(

@@ -160,9 +160,9 @@ class SimulatedStore:
         return found
 
     def _put(
-        self, client: _Client, key: str, data: Any, *, mode: str = "overwrite", **_: Any
+        self, client: _Client, key: str, data: Any, *, mode: Any = "overwrite", **_: Any
     ) -> dict[str, Any]:
-        from obstore.exceptions import AlreadyExistsError  # noqa: PLC0415 - an extra
+        from obstore import exceptions  # noqa: PLC0415 - an extra
 
         if isinstance(data, bytes | bytearray | memoryview):
             content = bytes(data)
@@ -172,7 +172,9 @@ class SimulatedStore:
         def work() -> dict[str, Any]:
             objects = self._of(client)
             if mode == "create" and key in objects:
-                raise AlreadyExistsError(f"{key} already exists")
+                raise exceptions.AlreadyExistsError(f"{key} already exists")
+            if isinstance(mode, dict) and mode["e_tag"] != self._found(client, key).etag:
+                raise exceptions.PreconditionError(f"{key} has another ETag")
             digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
             seconds = dt.timedelta(seconds=int(self._world.scheduler.now))
             objects[key] = _Object(content, f'"{digest}"', _BEGINNING + seconds)

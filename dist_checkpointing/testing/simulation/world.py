@@ -20,7 +20,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -181,11 +181,15 @@ class World:
             **threading_functions(self.scheduler),
             **self.store.functions(),
         }
-        replaced = [(*_owner_of(name), call) for name, call in functions.items()]
+        replaced: list[tuple[Any, str, Any]] = [
+            (*_owner_of(name), call) for name, call in functions.items()
+        ]
         locks, kept = _globals(len(sys.modules))
         for owner, name, lock in locks:
-            is_reentrant = isinstance(lock, _RLOCK)
-            replaced.append((owner, name, SimulatedLock(self.scheduler, is_reentrant=is_reentrant)))
+            own: Any = SimulatedLock(self.scheduler, is_reentrant=isinstance(lock, _RLOCK))
+            # No process waits for the lock of another one.
+            is_of_all = isinstance(owner, functools.cached_property)
+            replaced.append((owner, name, nullcontext() if is_of_all else own))
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
         for owner, name, call in replaced:
             setattr(owner, name, call)
