@@ -33,8 +33,9 @@ from rivals import Rivals
 from run_states import Oracle, State, ViolationError
 
 ROWS: Final = 22
-"""Of most numbers of ranks, not all have as many: a chunk of zarr is of two then."""
-BACKENDS: Final = ("tensorstore", "zarr", "torch_dist")
+"""Of most numbers of ranks, not all have as many."""
+BACKENDS: Final = (("tensorstore", 1), ("zarr", 2), ("torch_dist", 1), ("zarr", 1))
+"""The last one writes into folders only."""
 ERRORS: Final = ("EIO", "ENOSPC", "EMFILE", "ESTALE", "EINTR")
 _OF_FOLDERS: Final = ("create", "fsync", "rename", "unlink", "flock")
 _OF_FOLDERS_FILES: Final = ("metadata.json", "attempt.json", "manager.json", "common.pt", ".lock")
@@ -93,7 +94,7 @@ class History:
 
     seed: int
     place: str
-    backend: str
+    backend: tuple[str, int]
     machines: int
     events: tuple[Event, ...]
     keep_last: int | None = None
@@ -122,7 +123,7 @@ class History:
         return cls(
             seed,
             place,
-            dice.choice(BACKENDS),
+            dice.choice(BACKENDS if place == "folder" else BACKENDS[:-1]),
             machines,
             tuple(events),
             keep_last=dice.choice([None, 1, 2, 3]),
@@ -138,7 +139,7 @@ class History:
         """The training and its events, a line each."""
         what = {
             f"seed {self.seed}": True,
-            f"{self.backend} in a {self.place}": True,
+            f"{self.backend[0]} {self.backend[1]} in a {self.place}": True,
             f"{self.machines} machines": True,
             f"keep_last={self.keep_last}": self.keep_last is not None,
             "incremental": self.is_incremental,
@@ -182,10 +183,10 @@ def _event(dice: random.Random, kind: str, place: str) -> Event:
         at = int(10 ** dice.uniform(0, 1.0 if operation else 2.4)) - 1
         kinds = ["kill", "kill", "kill machine", "kill all", "power", "freeze", "error"]
         # Of rivals, one that is taken for dead and goes on is what commits are made for.
-        what = dice.choice([*kinds, *["freeze"] * 6] if kind == "rivals" else kinds)
+        what = dice.choice([*kinds, "power", *["freeze"] * 5] if kind == "rivals" else kinds)
         seconds = 0.0
         if what == "freeze":
-            seconds = 10.0 ** dice.uniform(1.8 if kind == "rivals" else 0, 3)
+            seconds = 10.0 ** dice.uniform(1.8 if kind == "rivals" else 0.5, 3)
         elif what == "error":
             what = dice.choice(ERRORS)
         faults.append(Fault(at, what, seconds, operation))
@@ -203,10 +204,14 @@ def state_of(comm: Comm, value: int | None) -> dict[str, Any]:
     world_size, rank = comm.world_size, comm.rank
     begin, end = ROWS * rank // world_size, ROWS * (rank + 1) // world_size
     rows = torch.full((end - begin, 2), float(number))
-    same = torch.full((3,), float(number))
+    # A flat tensor is one chunk of zarr 1, into which all ranks write.
+    part = slice(ROWS * 2 * rank // world_size, ROWS * 2 * (rank + 1) // world_size)
+    flat = torch.full((part.stop - part.start,), float(number))
     return {
         "rows": ShardedTensor.from_offset("rows", rows, (ROWS, 2), (begin, 0)),
-        "same": ShardedTensor.from_rank_offsets("optimizer.same", same, replica_id=rank),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "optimizer.flat", flat, (ROWS, 2), flattened_range=part
+        ),
         "object": ShardedObject("object", {"value": number}, (1,), (0,), replica_id=rank),
         "value": number,
     }
@@ -214,7 +219,7 @@ def state_of(comm: Comm, value: int | None) -> dict[str, Any]:
 
 def value_of(loaded: Any) -> int:
     """The one value of a state that was loaded; ViolationError if it has several."""
-    numbers = {*loaded["rows"].flatten().tolist(), *loaded["same"].tolist()}
+    numbers = {*loaded["rows"].flatten().tolist(), *loaded["flat"].tolist()}
     numbers |= {float(loaded["value"]), float(loaded["object"]["value"])}
     if len(numbers) > 1:
         raise ViolationError(f"a load returned a mixture of the values {sorted(numbers)}")
@@ -279,10 +284,13 @@ class Player:
             self._check(is_settled=False)
         if self.training is not None:
             self._end(self.training)
-        for training in self.left:
-            assert training.launch is not None
-            training.launch.end()
-        self.left = []
+        if self.left:
+            self._pass(_LONGEST_SECONDS)  # whoever is frozen goes on, and comes to an end
+            for training in self.left:
+                assert training.launch is not None
+                training.launch.end()
+            self._check(is_settled=False)
+            self.left = []
         self.history = replace(self.history, is_lossy=False, is_busy=False)
         self.world.store.losses = self.world.scheduler.stalls = 0.0
         self._pass(_SETTLED_SECONDS)
@@ -372,7 +380,7 @@ class Player:
                 comm=rank.comm,
                 retention=Retention(keep_last=history.keep_last),
                 fast=f"{OWN}/run" if history.place == "fast" else None,
-                incremental=history.is_incremental and history.backend != "torch_dist",
+                incremental=history.is_incremental and history.backend[0] != "torch_dist",
             )
             if not rank.manager.steps():
                 return None
@@ -477,7 +485,9 @@ class Player:
         assert training is not None
         dice = self.world.scheduler.random
         position = training.position
-        save = (1 if position is None else position + dice.choice([1, 1, 2])), next(self.values)
+        overwrites = position is not None and dice.random() < 0.2
+        ahead = 0 if overwrites else dice.choice([1, 1, 2])
+        save = (0 if position is None else position) + ahead, next(self.values)
         is_async = event.kind == "async save"
         is_loaded = dice.random() < 0.3
 
@@ -486,12 +496,12 @@ class Player:
             assert manager is not None
             state = state_of(rank.comm, save[1])
             if is_async:
-                manager.async_save(save[0], state)
-                for name in ("rows", "same"):  # the training goes on
+                manager.async_save(save[0], state, overwrite=overwrites)
+                for name in ("rows", "flat"):  # the training goes on
                     state[name].data.fill_(-2.0)
                 state["object"].data["value"] = -2
                 return
-            manager.save(save[0], state)
+            manager.save(save[0], state, overwrite=overwrites)
             if is_loaded and self._value_at(rank, save[0]) != save[1]:
                 raise ViolationError(f"step {save[0]} does not hold what was saved")
 
@@ -742,7 +752,7 @@ class Failure:
 def play(history: History, *, keeps_log: bool = False) -> Failure | World:
     """Play a history; what was found wrong, or the world in which all went well."""
     # Imports draw random numbers, and must not draw those of a history.
-    importlib.import_module(f"dist_checkpointing.strategies.{history.backend}")
+    importlib.import_module(f"dist_checkpointing.strategies.{history.backend[0]}")
     world = World(
         history.seed,
         machines=history.machines,

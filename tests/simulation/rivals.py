@@ -40,7 +40,7 @@ class Rivals:
 
     world: World
     path: str
-    backend: str
+    backend: tuple[str, int]
     state_of: Callable[[Comm, int | None], dict[str, Any]]
     value_of: Callable[[Any], int]
     may_be: set[int | None] = field(default_factory=lambda: {None})

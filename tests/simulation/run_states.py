@@ -35,8 +35,9 @@ class State:
 
     def saved(self, save: Saved, position: int | None, keep_last: int | None) -> State:
         """After a save has committed, of a training that had come to ``position``."""
-        line = (*(old for old in self.line if position is not None and old[0] <= position), save)
         # Of two saves of one step the later one is there.
+        older = (old for old in self.line if position is not None and old[0] <= position)
+        line = (*(old for old in older if old[0] != save[0]), save)
         must = {old for old in self.must if old[0] != save[0]} | {save}
         may = {old for old in self.may if old[0] != save[0]}
         kept = {*(line if keep_last is None else line[-keep_last:])}
