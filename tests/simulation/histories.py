@@ -112,7 +112,7 @@ class History:
         place = dice.choice(["folder", "folder", "folder", "store", "store", "fast"])
         machines = dice.choice([1, 1, 2, 2, 3, 4])
         events = [_event(dice, "launch", place)]
-        for _ in range(dice.randint(2, 8)):
+        for _ in range(dice.randint(1, 7)):
             kinds = ["save"] * 6 + ["async save"] * 3 + ["launch"] * 3
             kinds += ["load", "load", "remove", "power cut", "clock", "wait", "old save", "damage"]
             kinds += ["roll back"] * 2 + ["rivals"] * 3

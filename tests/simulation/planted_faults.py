@@ -164,14 +164,6 @@ _DURABILITY: Final = (
         "folder",
     ),
     PlantedFault(
-        "names of another rank not synced",
-        "strategies/torch_dist/writer.py",
-        "            location.fsync_folder(self.checkpoint_dir)\n",
-        "            pass\n",
-        "the fsync of the folder on the machines that rank 0 is not on",
-        "folder",
-    ),
-    PlantedFault(
         "names of the database not synced",
         "strategies/tensorstore/database.py",
         "        location.fsync_folders([name, *values.files], folder)\n",
@@ -500,15 +492,6 @@ _RUNS: Final = (
         "        for old in self.history()[last - 1 :] if last else ():\n"
         "            remove_checkpoint(self.folder(old))\n",
         "the commit between a save and what retention deletes for it",
-    ),
-    PlantedFault(
-        "committed before the commit",
-        _RUN,
-        "                known, begun=attempt, begun_metric=metric, begun_parent=parent\n"
-        "            )\n",
-        "                known, begun=attempt, begun_metric=metric, begun_parent=parent\n"
-        "            )\n            record.commit(step, self._begun)\n",
-        "the commit between a save and the pointer to it",
     ),
     PlantedFault(
         "last verified step not protected",
