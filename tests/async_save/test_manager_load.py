@@ -111,25 +111,6 @@ def test_the_load_goes_back_after_damage_that_it_finds_itself(
     assert again.latest_valid() == 2
 
 
-@BACKEND
-def test_everything_is_read_once(
-    tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = torch.randn(512, 4096)
-    dc.CheckpointManager(tmp_path, backend).save(1, {"w": shard("w", full)})
-    counts: list[int] = []
-    preadv = os.preadv
-
-    def counting(*arguments: Any) -> int:
-        counts.append(preadv(*arguments))
-        return counts[-1]
-
-    monkeypatch.setattr(os, "preadv", counting)
-    loaded = dc.CheckpointManager(tmp_path).load({"w": shard("w", torch.empty(512, 4096))})
-    assert torch.equal(loaded["w"], full)
-    assert full.nbytes <= sum(counts) <= 1.05 * full.nbytes
-
-
 def test_a_template_that_does_not_fit_is_an_error_and_no_reason_to_go_back(tmp_path: Path) -> None:
     saved_by(tmp_path, "tensorstore", 1, 1)
     manager = dc.CheckpointManager(tmp_path)

@@ -12,7 +12,7 @@ from dist_checkpointing.format import Index
 from dist_checkpointing.planning import DefaultLoadPlanner, Leaves
 from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy, TensorStoreReader
 from dist_checkpointing.testing import run_ranks
-from states import between, save_on, shard
+from states import save_on, shard
 
 RANKS = 3
 
@@ -53,26 +53,6 @@ def test_a_rank_is_told_of_what_it_asks_for(
         rank: ["all", f"own{rank}"] for rank in range(RANKS)
     }
     assert all([*index.objects] == ["rng"] for index in seen.values())
-
-
-def test_a_rank_asks_for_tensors_of_fewer_axes_than_others(tmp_path: Path) -> None:
-    """Uneven parts, of which each rank asks for another tensor."""
-
-    matrix = torch.arange(18).reshape(9, 2)
-    full = {"line": matrix[:, 0], "matrix": matrix}
-
-    def shards(comm: Comm) -> dict[str, Any]:
-        cut = [(0, 1), (1, 4), (4, 9)][comm.rank]
-        return {key: between(key, tensor, *cut) for key, tensor in full.items()}
-
-    save_on(RANKS, shards, tmp_path / "c")
-
-    def one(comm: Comm) -> None:
-        key = "line" if comm.rank else "matrix"
-        whole = shard(key, torch.zeros_like(full[key]))
-        assert load({key: whole}, tmp_path / "c", comm=comm)[key].equal(full[key])
-
-    run_ranks(RANKS, one)
 
 
 class SeesAll(DefaultLoadPlanner):

@@ -123,6 +123,10 @@ def test_the_group_of_zarr_2_lists_all_arrays_from_consolidated_metadata(tmp_pat
         assert {name: bits(array[...]) for name, array in arrays.items()} == {
             name: bits(tensor) for name, tensor in zip(names, full.values(), strict=True)
         }
+    dc.remove_sharded_tensors(tmp_path, "optimizer/")
+    (tmp_path / ".dckpt" / "index.json").unlink()
+    assert set(zarr.open_group(str(tmp_path), mode="r").keys()) == {names[0], names[2]}
+    assert set(dc.load_tensors_metadata(tmp_path)) == {"decoder.weight", "8 bits"}
 
 
 def test_consolidated_metadata_says_the_same_as_the_files(tmp_path: Path) -> None:

@@ -466,23 +466,6 @@ def test_one_failing_rank_fails_all_groups(
     assert ("broken disk" if where == "reading" else "broken memory") in str(error)
 
 
-def test_what_is_not_there_is_found_before_anything_is_read(tmp_path: Path) -> None:
-    save({"w": shard("w", torch.ones(4, 4))}, tmp_path, "zarr")
-
-    def one(comm: Comm, group: Comm) -> None:
-        wanted = replicas(comm, {"w": torch.zeros(4, 4), "absent": torch.zeros(3)})
-        wanted["w"].data = given = torch.full((4, 4), 7.0)
-        strategy = sharing_reads(Zarr3LoadShardedStrategy(), group)
-        try:
-            load(wanted, tmp_path, strategy, comm=comm)
-        finally:
-            assert (given == 7).all()
-
-    error = everybody_fails(TWO_GROUPS, one)[0]
-    assert isinstance(error, StateMismatchError)
-    assert {finding.key for finding in error.findings} == {"absent"}
-
-
 def test_a_third_party_that_returns_something_else_is_found_out() -> None:
     class Wrong(Plain):
         def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> dict[str, Any]:
