@@ -102,18 +102,6 @@ def test_retention(tmp_path: Path) -> None:
         assert manager.steps() == [30, 60, 90, 100, 110]
 
 
-@pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
-def test_old_steps_lose_their_optimizer_state(tmp_path: Path, backend: str) -> None:
-    manager = dc.CheckpointManager(
-        tmp_path, backend, retention=dc.Retention(drop_optimizer_after=1)
-    )
-    for step in (1, 2):
-        manager.save(step, state(step))
-    assert "optimizer.m" not in dc.load_plain_tensors(manager.folder(1))
-    assert dc.load_plain_tensors(manager.folder(1))["model.w"].unique().tolist() == [1]
-    assert_loads(manager, 2)
-
-
 @pytest.mark.parametrize(
     ("backend", "optimizer"),
     [

@@ -61,26 +61,6 @@ def test_async_save_keeps_one_saver_for_its_ranks(
         assert_at_step(tmp_path / str(step), step)
 
 
-def test_the_next_async_save_raises_what_nobody_has_heard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dist_checkpointing.strategies import TensorStoreWriter
-
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    def one(comm: Comm) -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr(TensorStoreWriter, "finish", fail)
-            dc.async_save(at_step(1, comm), tmp_path / "1", comm=comm)
-            with pytest.raises(dc.RankFailedError, match="No space left"):
-                dc.async_save(at_step(2, comm), tmp_path / "2", comm=comm)
-        dc.async_save(at_step(2, comm), tmp_path / "2", comm=comm).result(30)
-
-    run_ranks(1, one)
-    assert_at_step(tmp_path / "2", 2)
-
-
 def test_a_world_that_is_taken_down_takes_its_saver_along(tmp_path: Path) -> None:
     """The next one gets a saver of its own; what is left of the old one ends without a word."""
     savers = []

@@ -316,24 +316,3 @@ def test_a_zarr_v2_array_that_megatron_never_writes_is_not_supported(damaged: Pa
             dc.load(state(-1.0), damaged)
         assert "'grid'" in str(raised.value)
         assert str(path) in str(raised.value)
-
-
-@ZARR_1
-def test_a_zarr_v2_array_with_chunks_of_another_shape_is_read(damaged: Path) -> None:
-    """Foreign writers may choose any chunks."""
-    import zarr
-
-    shutil.rmtree(damaged / "grid")
-    values = torch.cat([leaf.data for leaf in state()["grid"]]).numpy()
-    array = zarr.create_array(
-        str(damaged / "grid"),
-        shape=values.shape,
-        dtype=values.dtype,
-        chunks=(3, 7),
-        zarr_format=2,
-        compressors=None,
-        fill_value=0,
-        config={"write_empty_chunks": True},
-    )
-    array[:] = values
-    check_loads(damaged)

@@ -15,7 +15,7 @@ import torch
 import dist_checkpointing as dc
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.storage import Checksum, StorageOptions, staging
-from dist_checkpointing.storage.staging import DeviceBlocks, HostBlocks
+from dist_checkpointing.storage.staging import DeviceBlocks
 from dist_checkpointing.strategies import (
     PlannedLoadStrategy,
     PlannedSaveStrategy,
@@ -173,25 +173,6 @@ def test_copies_stay_within_the_buffers(
     assert peak("c", device.moved(full)) < in_place + 2**18
     assert 0 < sum(allocated) <= 2**20
     assert torch.equal(dc.Checkpoint.open(tmp_path / "c")["w"][:], full)
-
-
-def test_a_block_is_released_before_it_is_used_again(device: StandIn) -> None:
-    released: list[list[tuple[int, torch.Tensor]]] = []
-    given: list[tuple[int, torch.Tensor]] = []
-
-    def release() -> None:
-        # What was given is as it was until now.
-        for number, block in given:
-            assert (block == number).all()
-        released.append(given.copy())
-        given.clear()
-
-    sources = [device.moved(torch.full((300,), float(number))) for number in range(50)]
-    for number, block in HostBlocks(2 * 4096, release).of(sources):
-        given.append((number, block))
-    release()
-    assert sum(map(len, released)) == 50
-    assert max(map(len, released)) <= 2 * 3
 
 
 def test_an_error_in_a_read_leaves_no_copy_under_way() -> None:

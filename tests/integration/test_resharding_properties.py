@@ -374,14 +374,6 @@ def test_any_save_grid_loads_into_any_load_grid(
     check_world(file_format, world, "tensorstore" if is_read else None, most_pairs=most_pairs)
 
 
-@examples(40)
-@given(world=worlds(), file_format=st.sampled_from(BACKENDS))
-def test_any_save_grid_loads_from_a_store(
-    file_format: str, world: tuple[int, int, list[Case]]
-) -> None:
-    check_world(file_format, world, in_store=True)
-
-
 @pytest.mark.parametrize("file_format", BACKENDS)
 def test_views_that_overlap_themselves_are_saved_as_their_values(
     tmp_path: Path, file_format: str

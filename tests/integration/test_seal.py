@@ -23,7 +23,6 @@ from dist_checkpointing.format import (
     Seal,
     SealedFile,
     checksums as checksum_tables,
-    leftovers,
     read_seal,
 )
 from dist_checkpointing.serialization import save_folder
@@ -32,7 +31,7 @@ from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
 from faults import failing, path_of, without_links
 from samples import BACKENDS, Samples
-from states import at_step, flat, rows, save_on, shard
+from states import flat, rows, save_on, shard
 
 BACKEND = pytest.mark.parametrize("name", BACKENDS)
 PLAIN = pytest.mark.parametrize("name", [n for n in BACKENDS if n != "zarr-2-zstd"])
@@ -220,16 +219,6 @@ def test_files_that_are_listed_before_they_are_found_are_waited_for(tmp_path: Pa
     assert len(links) == 3 < len(looks)
 
 
-def test_an_unknown_file_costs_a_manager_no_step(tmp_path: Path) -> None:
-    with dc.CheckpointManager(tmp_path) as manager:
-        for step in (1, 2):
-            manager.save(step, at_step(step))
-    (tmp_path / "step-00000002" / "data" / "model" / "1.0-bc93d159.0").write_bytes(b"else")
-    with dc.CheckpointManager(tmp_path) as manager:
-        assert manager.latest_valid() == 2
-        assert manager.load(at_step(0))["step"] == 2
-
-
 def test_a_checkpoint_without_a_seal_is_verified_and_says_so(
     samples: Samples, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,20 +314,6 @@ def test_a_rank_that_does_not_see_the_claimed_folder(
     (finding,) = raised.value.findings
     assert finding.ranks == (1,)
     assert not (tmp_path / "c" / "metadata.json").exists()
-
-
-def test_a_folder_that_is_seen_late_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = iter(range(100))
-    monkeypatch.setattr(
-        save_folder,
-        "is_in_attempt",
-        lambda *arguments: next(looks) > 3 and leftovers.is_in_attempt(*arguments),
-    )
-    save_on_two(tmp_path / "c")
-    dc.verify_checkpoint(tmp_path / "c")
-    assert next(looks) == 5
 
 
 @pytest.mark.usefixtures("quickly")

@@ -68,12 +68,6 @@ def test_everything_is_read_as_from_a_disk(sample: Sample) -> None:
         assert_reads(sample, place)
 
 
-def test_everything_is_read_over_http(samples: Samples, proxy: Proxy) -> None:
-    place = over_http(proxy, new_url("s3"))
-    copied_up(samples("tensorstore").folder, place)
-    assert_reads(samples("tensorstore"), place)
-
-
 def test_a_checkpoint_in_use_can_be_sent_to_another_process(samples: Samples, proxy: Proxy) -> None:
     sample = samples("tensorstore")
     opened = dc.Checkpoint.open(copied_up(sample.folder, over_http(proxy, new_url("s3"))))

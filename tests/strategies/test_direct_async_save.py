@@ -1,17 +1,14 @@
 """``async_save`` of the strategies of this library, called without ``save``."""
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dist_checkpointing import CheckpointingException
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.strategies import (
     AsyncCallsQueue,
-    AsyncRequest,
     AsyncSaveShardedStrategy,
     StrategyAction,
     get_default_strategy,
@@ -26,11 +23,6 @@ def saver(backend: tuple[str, int], comm: Comm) -> Any:
     strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)
     strategy.comm = comm
     return strategy
-
-
-def left_to_do(request: AsyncRequest) -> dict[str, Any]:
-    """What the function that writes knows."""
-    return dict(inspect.getclosurevars(request.async_fn_args[-1]).nonlocals)
 
 
 @pytest.mark.parametrize("backend", [("tensorstore", 1), ("torch_dist", 1)])
@@ -51,17 +43,3 @@ def test_the_state_may_change_before_it_is_written(
     loader = get_default_strategy(StrategyAction.LOAD_SHARDED, *backend)
     found = loader.load({"w": shard("w", torch.zeros(4, 6))}, tmp_path / "c")
     assert torch.equal(found["w"], FULL)
-
-
-def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
-    def one(comm: Comm) -> None:
-        strategy = saver(("zarr", 2), comm)
-        request = strategy.async_save({"w": rows("w", FULL, comm)}, tmp_path / "c")
-        if comm.rank == 1:
-            (tmp_path / "file").write_text("no folder")
-            left_to_do(request)["writer"].checkpoint_dir = tmp_path / "file"
-        request.execute()
-        with pytest.raises(CheckpointingException, match="file"):
-            request.finalize(comm)
-
-    run_ranks(2, one)
