@@ -18,7 +18,7 @@ from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, RankFailedError
 from dist_checkpointing.tools import app, report
 from samples import Run, Samples
-from scripts import run_forked, run_fresh
+from scripts import run_fresh
 from states import at_step, cell, wholes
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
@@ -279,22 +279,6 @@ def test_what_is_neither_file_nor_folder_is_not_said_to_be_missing(
             assert finished.code == EXIT_BAD_INPUT
             assert "does not exist" not in finished.err
             assert "neither a folder nor a file" in finished.err
-
-
-def test_ctrl_c_is_one_line() -> None:
-    code = """
-import os, signal, time
-from dist_checkpointing.tools import app, ls
-# A job in the background ignores Ctrl-C, and its children inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-def interrupted(*_, **__):
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)  # another thread may get the signal first
-ls.Checkpoint.open = interrupted
-app.main()
-"""
-    finished = run_forked("-c", code, "ls", GOLDEN)
-    assert (finished.returncode, finished.stderr) == (EXIT_INTERRUPTED, "error: interrupted\n")
 
 
 @pytest.mark.parametrize("imported", ["typer", "torch"])
