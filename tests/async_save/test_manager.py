@@ -17,7 +17,7 @@ from dist_checkpointing import CheckpointingException, CheckpointManager, Retent
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.manager import JsonLinesLog, SavedStep, read_record
 from dist_checkpointing.testing import run_ranks
-from faults import ended_before_the_pointer, failing, full_disk, path_of, replaced
+from faults import ended_before_the_pointer, failing, full_disk, path_of
 from states import ALONE, shard, trained
 
 state = partial(trained, key="model.w")
@@ -35,33 +35,6 @@ def assert_loads(manager: dc.CheckpointManager, step: int, comm: Comm = ALONE) -
     assert loaded["w"].unique().tolist() == [step]
     assert loaded["m"].unique().tolist() == [step]
     assert loaded["rng"] == [step]
-
-
-@pytest.mark.parametrize(("world_size", "finalize"), [(1, "background"), (3, "caller")])
-def test_a_run(tmp_path: Path, world_size: int, finalize: Any) -> None:
-    def one(comm: Comm) -> None:
-        with dc.CheckpointManager(tmp_path, comm=comm, finalize=finalize) as manager:
-            assert manager.latest() is None
-            assert manager.latest_valid() is None
-            assert manager.steps() == []
-            manager.save(10, state(10, comm))
-            assert manager.latest() == 10
-            for step in (20, 30):
-                handle = manager.async_save(step, state(step, comm))
-                assert handle.step == step
-            manager.wait()
-            assert manager.latest() == 30
-            assert manager.steps() == [10, 20, 30]
-            assert_loads(manager, 30, comm)
-            manager.delete(20)
-            assert manager.steps() == [10, 30]
-        again = dc.CheckpointManager(tmp_path, comm=comm)
-        assert again.latest() == 30
-        assert again.load(template(comm), 10)["step"] == 10
-        again.close()
-
-    run_ranks(world_size, one)
-    assert not (tmp_path / "step-00000020").exists()
 
 
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
@@ -215,18 +188,6 @@ def test_a_lost_pointer(tmp_path: Path) -> None:
     manager.save(3, state(3))
     assert manager.latest() == 3
     assert manager.steps() == [1, 2, 3]
-
-
-def test_preflight(tmp_path: Path) -> None:
-    manager = dc.CheckpointManager(tmp_path)
-    problem = r"not enough free space(.|\n)*64 bytes"
-    with full_disk(), pytest.raises(dc.CheckpointingException, match=problem):
-        manager.async_save(1, state(1))
-    assert not manager.folder(1).exists()
-    unwritable = replaced("os.access", lambda *_: False)
-    with unwritable, pytest.raises(dc.CheckpointingException, match="may not write"):
-        manager.save(1, state(1))
-    assert not manager.folder(1).exists()
 
 
 def test_a_save_with_a_base_is_not_asked_for_room_for_all(tmp_path: Path) -> None:

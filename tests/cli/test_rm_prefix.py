@@ -15,7 +15,7 @@ import dist_checkpointing as dc
 from damage import files_in
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import UnsupportedFormatError
-from dist_checkpointing.filesystem import FolderLock, ObjectPath
+from dist_checkpointing.filesystem import ObjectPath
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import (
     LoadShardedStrategy,
@@ -201,16 +201,6 @@ def test_on_a_terminal_it_asks(
     assert result.code == code
     assert "Remove 3 tensors for good? [y/N]" in result.out
     assert_holds(folder, values() if code else without("optimizer", values()))
-
-
-def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c", ("zarr", 2))
-    with (
-        FolderLock.acquire(folder),
-        pytest.raises(dc.CheckpointExistsError, match="tensors are being removed"),
-    ):
-        invoke(folder, "optimizer", "--yes")
-    assert_holds(folder, values())
 
 
 def test_a_damaged_note_of_a_removal_is_not_followed(tmp_path: Path) -> None:

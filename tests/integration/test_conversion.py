@@ -2,7 +2,6 @@
 
 import errno
 import json
-import tempfile
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -27,8 +25,6 @@ from dist_checkpointing.tools.convert import Conversion, conversion
 from faults import before_first, failing
 from samples import COMMON, GOLDEN_NAMES, METADATA, golden_sample, save_sample
 from states import cell, shard
-from tiers import examples
-from tilings import tilings
 
 BACKENDS = {
     "tensorstore": ("tensorstore", 1),
@@ -209,30 +205,6 @@ def test_compressed_chunks(codec: str, tmp_path: Path) -> None:
         done = convert(tmp_path / "source", tmp_path / to, to, options=ROOMY)
         assert done.verified_bytes == full.nbytes
         assert_same(read_back(tmp_path / to, to), {"w": full})
-
-
-@examples(15)
-@given(
-    st.data(),
-    st.sampled_from(sorted(BACKENDS)),
-    st.sampled_from(FORMATS),
-    st.sampled_from(["", "axis=0,parts=2", "axis=0,parts=3;axis=1,parts=2"]),
-)
-def test_any_cut_arrives(data: st.DataObject, source: str, to: str, reshard: str) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
-    boxes = data.draw(tilings(Box.whole(shape)))
-    full = random_bits(shape, torch.float32, 3)
-    leaves = {
-        number: dc.ShardedTensor(
-            "k", full[box.slices()], full.dtype, box.shape, shape, box.offset, None
-        )
-        for number, box in enumerate(boxes)
-    }
-    options = replace(ROOMY, reshard=[reshard] if reshard and to in BACKENDS else [])
-    with tempfile.TemporaryDirectory() as folder:
-        dc.save({"leaves": leaves}, Path(folder, "source"), BACKENDS[source])
-        convert(Path(folder, "source"), Path(folder, "out"), to, options=options)
-        assert_same(read_back(Path(folder, "out"), to), {"k": full})
 
 
 def test_views_and_parameters_in_a_torch_file(tmp_path: Path) -> None:

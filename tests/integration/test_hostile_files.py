@@ -419,7 +419,7 @@ def test_a_single_file_is_read_or_refused(
     before = path.read_bytes()
     asked = {"do": "manager", "path": str(path.parent)} if kind == "run" else {"path": str(path)}
 
-    @examples(25)
+    @examples(40)
     @given(changes())
     def check(change: Callable[[bytes], bytes]) -> None:
         path.write_bytes(change(before))

@@ -241,29 +241,6 @@ def test_what_has_no_checksums_is_not_called_verified(tmp_path: Path) -> None:
         dc.load(state, tmp_path / "c", verify=True)
 
 
-def test_a_rank_reads_the_tables_of_what_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checksum_tables, "_ROWS_A_TABLE", 4)
-    keys = [f"w{number:02d}" for number in range(40)]
-    full = {key: torch.arange(6.0) + number for number, key in enumerate(keys)}
-
-    save_on(2, lambda comm: {k: rows(k, t, comm) for k, t in full.items()}, tmp_path / "c")
-    tables = checksum_tables.checksum_files(tmp_path / "c")
-    assert len(tables) == 20
-    whole = [part for path in tables for part in checksum_tables.read_table(path).parts()]
-    assert [part.key for part in whole] == sorted(part.key for part in whole)
-    assert {(part.key, part.rank) for part in whole} == {(k, r) for k in keys for r in range(2)}
-    for path in tables[3:]:
-        Path(path).write_bytes(b"")
-    wanted = {key: shard(key, torch.empty(6)) for key in keys[:6]}
-    dc.load(wanted, tmp_path / "c", verify=True)
-    assert torch.equal(wanted["w05"].data, full["w05"])  # type: ignore[arg-type]
-    wanted = {"x": shard("w06", torch.empty(6))}
-    with pytest.raises(dc.CorruptCheckpointError, match=r"00003\.bin"):
-        dc.load(wanted, tmp_path / "c", verify=True)
-
-
 def test_every_flipped_bit_of_a_table_and_of_a_seal_is_found(tmp_path: Path) -> None:
     dc.save({"w": shard("w", torch.ones(3))}, tmp_path / "c")
     (table,) = checksum_tables.checksum_files(tmp_path / "c")
