@@ -111,14 +111,6 @@ def test_an_empty_part_does_not_hide_a_real_one(tmp_path: Path) -> None:
     dcp_load({"e": torch.empty(0, 3)}, tmp_path / "empty")
 
 
-def test_a_parameter_is_filled_in_place(tmp_path: Path) -> None:
-    dcp_save({"w": torch.arange(8.0)}, tmp_path)
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    shard = ShardedTensor.from_rank_offsets("w", parameter, (0, 1, 2))
-    dcp_load({"w": CheckpointableShardedTensor.from_sh_ten(shard)}, tmp_path)
-    assert parameter.tolist() == [4, 5, 6, 7]
-
-
 def test_what_cannot_be_made_checkpointable() -> None:
     flat = ShardedTensor.from_rank_offsets_flat(
         "w", torch.ones(3), (2, 2), flattened_range=slice(0, 3)

@@ -68,19 +68,6 @@ def test_a_flipped_bit_is_found_wherever_it_is(
         shutil.rmtree(out) if out.is_dir() else out.unlink()
 
 
-@pytest.mark.parametrize("source", BACKENDS)
-def test_without_verification_it_is_converted_as_it_is(
-    samples: Samples, source: str, tmp_path: Path
-) -> None:
-    damaged = damaged_copy(samples(source), tmp_path / "source", SOME_OF["decoder.weight"])
-    options = ConvertOptions(memory_bytes=8 * 2**30, verify=False)
-    done = convert(damaged, tmp_path / "out", options=options)
-    assert (done.verified_bytes, done.not_verified) == (0, "verification was turned off")
-    dc.verify_checkpoint(tmp_path / "out")
-    loaded = dc.load_plain_tensors(tmp_path / "out")
-    assert (loaded["decoder.weight"] != FULL["decoder.weight"]).sum() == 1
-
-
 @pytest.mark.parametrize(
     ("source", "reshard"),
     [

@@ -433,7 +433,7 @@ def noted_waits(monkeypatch: pytest.MonkeyPatch, body: Callable[[Comm], object])
     return waits
 
 
-def test_a_save_waits_for_other_ranks_no_more_often_than_it_must(
+def test_ranks_wait_for_each_other_no_more_often_than_they_must(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of these is a wait for the slowest of thousands of ranks.
@@ -448,6 +448,9 @@ def test_a_save_waits_for_other_ranks_no_more_often_than_it_must(
 
     def behind(comm: Comm) -> None:
         dc.async_save(state(comm.rank), tmp_path / "behind", comm=comm).result()
+
+    def loaded(comm: Comm) -> None:
+        dc.load(state(comm.rank), tmp_path / "behind", comm=comm)
 
     def cached(comm: Comm) -> None:
         folder = tmp_path / "cached"
@@ -464,6 +467,12 @@ def test_a_save_waits_for_other_ranks_no_more_often_than_it_must(
     # From here on there is a thread beside the caller's.
     rest = ["'copying the state'", "'claiming the folder'", *waits[3:]]
     assert sorted(before[4:]) == sorted(rest)
+    assert noted_waits(monkeypatch, loaded) == [
+        *("'opening the checkpoint'", "comparing a number"),
+        *("'reading the index'", "reading the index"),
+        *("'comparing template and checkpoint'", "'planning the load'", "'reading'"),
+        "'rebuilding the state dict', passing values",
+    ]
 
 
 def test_a_file_system_that_cannot_say_what_is_open_costs_no_descriptor(tmp_path: Path) -> None:

@@ -139,18 +139,6 @@ def test_no_pickle_of_dcp_metadata_hangs_or_kills(victim: Victim) -> None:
         assert all(str(victim.folder / ".metadata") in text for text in found), (name, found)
 
 
-@pytest.mark.parametrize("backend", ["zarr 2"])
-def test_dckpt_verify_names_the_file_of_a_hostile_pickle(victim: Victim) -> None:
-    for name, content in some(hostile_pickles.torch_files(), 7):
-        (victim.folder / "common.pt").write_bytes(content)
-        code, text = victim.verified()
-        if "fields outside" in name:
-            continue  # not read, and said to be so
-        assert code == "1", (name, code, text)
-        assert "common.pt" in text, (name, text)
-        assert "1 finding" in text, (name, text)
-
-
 def test_torch_files_to_convert_are_looked_through_as_well(
     child: LimitedChild, tmp_path: Path
 ) -> None:

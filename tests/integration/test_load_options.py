@@ -14,7 +14,6 @@ from dist_checkpointing.testing import run_ranks
 from simulated_groups import the_one_error
 from states import (
     FORMAT,
-    at_step,
     counted_cell as cell,
     counted_rows as rows,
     save_on,
@@ -285,31 +284,3 @@ def test_another_number_of_axes_is_no_mismatch_that_is_allowed(tmp_path: Path) -
             dc.load({"w": leaf}, tmp_path)
         assert leaf.data is not None
         assert not leaf.data.any()
-
-
-def test_a_load_agrees_no_more_often_than_it_must(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each agreement is a wait for the slowest of thousands of ranks."""
-    run_ranks(2, lambda comm: dc.save(at_step(1, comm), tmp_path / "c", comm=comm))
-    steps: list[str] = []
-
-    def noting(call: Any) -> Any:
-        def noted(self: Comm, step: str, *args: Any, **options: Any) -> Any:
-            if self.rank == 0:
-                steps.append(step)
-            return call(self, step, *args, **options)
-
-        return noted
-
-    for name in ("agree", "exchange", "to_rank0"):
-        monkeypatch.setattr(Comm, name, noting(getattr(Comm, name)))
-    run_ranks(2, lambda comm: dc.load(at_step(0, comm), tmp_path / "c", comm=comm))
-    assert steps == [
-        "opening the checkpoint",
-        "reading the index",
-        "comparing template and checkpoint",
-        "planning the load",
-        "reading",
-        "rebuilding the state dict",
-    ]

@@ -184,6 +184,12 @@ RECIPES: list[list[Rule]] = [
     [Rename("emb", to="wte"), Missing("new.rng", fill="template")],
     [Missing("new{x*}", fill="template")],
     [Rename("emb", to="wte"), Resize("wte", size=3), Missing("new{x*}", fill="template")],
+    [
+        Rename("layers.0.b", to="wte"),
+        Resize("wte", 1),
+        Resize("wte"),
+        Missing("new{x*}", "template"),
+    ],
     [Rename("emb", to="wte"), Transpose("wte"), Missing("new{x*}", fill="error")],
 ]
 

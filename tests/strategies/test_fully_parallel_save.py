@@ -258,30 +258,6 @@ def test_a_change_on_one_rank_is_seen_by_all(
             assert {key: leaf.replica_id for key, leaf in own.items()} == ids
 
 
-def test_ranks_that_remember_different_saves_share_out_anew() -> None:
-    """One rank was not there when the others last agreed: what it keeps is older."""
-    wrappers: list[Any] = [None] * 3
-
-    def first(comm: Comm) -> None:
-        wrappers[comm.rank] = FullyParallelSaveStrategyWrapper(Recorder(), None, True)
-        marked(comm, "ab")
-
-    def marked(comm: Comm, keys: str) -> dict[str, int]:
-        leaves = {key: shard(key, 4 + ord(key), rank=comm.rank) for key in keys}
-        flat, _ = flatten(leaves)
-        ids = wrappers[comm.rank]._marked(flat, comm)
-        return {leaf.key: leaf.replica_id for leaf in ids.values()}
-
-    run_ranks(3, first)
-    cache = wrappers[2]._group.cache
-    older = vars(cache).copy()
-    run_ranks(3, lambda comm: marked(comm, "ab" if comm.rank == 2 else "abc"))
-    vars(cache).update(older)
-    found = run_ranks(3, lambda comm: marked(comm, "ab" if comm.rank == 2 else "abc"))
-    for key in "abc":
-        assert sum(ids.get(key, 1) == 0 for ids in found) == 1
-
-
 # --- failures -----------------------------------------------------------------------------------
 
 

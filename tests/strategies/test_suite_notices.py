@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from dist_checkpointing import testing
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format import Index
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
@@ -138,16 +137,12 @@ class StoresFloat64AsFloat32(Sound):
 
 BROKEN: list[tuple[type[Sound], Test]] = [
     (ForgetsAnItem, lambda s, p: s.test_every_dtype_bit_for_bit(p, 2)),
-    (ForgetsAnItem, lambda s, p: s.test_a_result_for_every_item(p, 1)),
     (SwapsTwoItems, lambda s, p: s.test_a_result_for_every_item(p, 2)),
     (CommitsByItself, lambda s, p: s.test_order_of_writer_calls(p, 1)),
     (LeavesAFile, lambda s, p: s.test_created_names_cover_every_file(p)),
-    (LeavesAFile, lambda s, p: s.test_one_failing_rank_fails_all(p, 2)),
     (StoresWhereItIs, lambda s, p: s.test_moved_folder(p)),
     (ReadsNothing, lambda s, p: s.test_views_as_sources_and_destinations(p, 1, "strided")),
-    (ReadsNothing, lambda s, p: s.test_partial_templates(p, 1)),
     (ReadsNothing, lambda s, p: s.test_direct_calls(p)),
-    (ReadsNothing, lambda s, p: s.test_mixed_containers(p, 1)),
     (
         ReadsZerosForLostData,
         lambda s, p: s.test_missing_data_is_an_error(p, 1, "by_rows", "damage"),
@@ -193,9 +188,3 @@ def test_poisoned_memory_differs_everywhere(dtype: torch.dtype) -> None:
         assert bool((memory != expected).all())
     else:
         assert bool((memory.view(torch.uint8) != expected.view(torch.uint8)).all())
-
-
-def test_testing_exports_nothing_else() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Suite'"):
-        _ = testing.Suite  # type: ignore[attr-defined]
-    assert testing.StrategyConformance is StrategyConformance
