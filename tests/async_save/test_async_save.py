@@ -10,7 +10,6 @@ import torch
 
 from dist_checkpointing import (
     AsyncSaver,
-    CheckpointExistsError,
     CheckpointingException,
     RankFailedError,
     SaveHandle,
@@ -308,15 +307,6 @@ def test_steps_that_differ_between_ranks(tmp_path: Path) -> None:
 
     run_ranks(2, one)
     assert not check_is_distributed_checkpoint(tmp_path / "c")
-
-
-def test_a_taken_folder_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
-    (comm,) = run_ranks(1, lambda comm: comm)
-    save(State(comm, 1).dict, tmp_path / "c")
-    with pytest.raises(CheckpointExistsError):
-        async_save(State(comm, 2).dict, tmp_path / "c")
-    async_save(State(comm, 2).dict, tmp_path / "c", overwrite=True).result(30)
-    assert_holds(tmp_path / "c", 2)
 
 
 def test_waiting_tells_and_callbacks_come_once(tmp_path: Path) -> None:

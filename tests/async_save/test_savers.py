@@ -1,6 +1,5 @@
 """Savers: the one that is kept for async_save, and what happens at their edges."""
 
-import contextlib
 import gc
 import logging
 import threading
@@ -257,18 +256,8 @@ def look(store: Any) -> dict[str, int]:
         "keys": store.num_keys(),
         "groups": len(distributed_c10d._world.pg_map),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-        "threads of gloo": sum("gloo" in name for name in thread_names()),
         "threads": threading.active_count(),
     }
-
-
-def thread_names() -> list[str]:
-    """Of all threads, also those that Python does not know; TensorStore's come and go."""
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            names.append((task / "comm").read_text())
-    return names
 
 
 def drop(folder: Path, step: int) -> None:

@@ -4,7 +4,6 @@ Machines with disks of their own are in tests/simulation/test_lost_disks.py.
 """
 
 import shutil
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
-from faults import counted_requests, replaced, store_waiting
+from faults import counted_requests, replaced
 from stores import new_url
 
 
@@ -73,24 +72,6 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
     assert damaged
     with dc.CheckpointManager(root) as stored:
         assert stored.load(state(0))["value"] == 1
-
-
-def test_training_goes_on_while_a_slow_store_is_filled(tmp_path: Path) -> None:
-    """Retention does not delete what is not in the store, and skips what nobody would keep."""
-    root, gate, keep = new_url(), threading.Event(), dc.Retention(keep_last=1)
-    with (
-        store_waiting(gate, "/data/") as keys,
-        dc.CheckpointManager(root, fast=tmp_path, retention=keep) as manager,
-    ):
-        for step in range(1, 5):
-            manager.save(step, state(step))
-        assert manager.load(state(0))["value"] == 4
-        gate.set()
-    copied = {key.split("/")[-4] for key in keys if key.endswith("/metadata.json")}
-    assert {"step-00000004"} <= copied
-    assert len(copied) < 4
-    assert steps_in(root) == ["step-00000004"]
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
 
 
 def test_a_disk_that_was_away_does_not_replace_what_others_have_saved(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools import convert
-from states import cell, rows, shard, wholes
+from states import cell, rows, shard
 from tiny_llama import (
     EXPERTS,
     FFN,
@@ -229,16 +229,3 @@ def test_one_file_cannot_carry_them(model: Path, tmp_path: Path) -> None:
     assert done.left_out == ("common state (hugging_face)",)
     convert.convert(tmp_path / "one.safetensors", tmp_path / "ckpt")
     assert Checkpoint.open(tmp_path / "ckpt").common == {}
-
-
-def test_names_that_lead_elsewhere_are_not_written(tmp_path: Path) -> None:
-    names = ["../config.json", "/tmp/x.json", "a/b.json", ".x.json", "x.py", "m.index.json"]
-    files = dict.fromkeys([*names, "config.json"], b"{}")
-    save({**wholes({"w": torch.ones(2)}), "hugging_face": files}, tmp_path / "ckpt")
-    convert.convert(tmp_path / "ckpt", tmp_path / "out" / "hf", "safetensors")
-    found = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.*")}
-    assert found == {
-        "hf/config.json",
-        "hf/model-00001-of-00001.safetensors",
-        "hf/model.safetensors.index.json",
-    }

@@ -160,8 +160,12 @@ def test_what_is_no_part_of_a_model(tmp_path: Path, leaves: Any, words: str) -> 
         dc.save(state, tmp_path / "m", saver(extra_files={"../x": b""}))
     assert not list(tmp_path.iterdir())
     # Of a state that another has made, names that lead elsewhere are passed over.
-    dc.save(state | {"hugging_face": {"../x.json": b""}}, tmp_path / "m", "safetensors")
+    names = ["../x.json", "/tmp/x.json", "a/b.json", ".x.json", "x.py", "m.index.json", "x.json"]
+    files = {"hugging_face": dict.fromkeys(names, b"")}
+    dc.save(state | files, tmp_path / "m", "safetensors")
     assert [*tmp_path.iterdir()] == [tmp_path / "m"]
+    model = {"model-00001-of-00001.safetensors", INDEX}
+    assert {path.name for path in (tmp_path / "m").iterdir()} == {"x.json"} | model
 
 
 def test_the_optimizer_is_saved_with_a_warning(
