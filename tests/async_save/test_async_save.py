@@ -140,44 +140,30 @@ def test_background_capture(tmp_path: Path, backend: tuple[str, int]) -> None:
     assert_holds(tmp_path / "c", 1)
 
 
-def test_a_change_that_comes_too_early_fails_the_save(tmp_path: Path) -> None:
-    gates = [threading.Event() for _ in range(2)]
+@pytest.mark.parametrize(("changed", "rank"), [("rows", 1), ("state_dict['counter']", 0)])
+def test_a_change_that_comes_too_early_fails_the_save(
+    tmp_path: Path, changed: str, rank: int
+) -> None:
+    """Of a tensor, and of the common state, of which that of rank 0 is saved."""
+    gate = threading.Event()
 
     def one(comm: Comm) -> str:
         state = State(comm, 1)
-        strategy = kind(BACKENDS[0])(planner=Gate(gates[comm.rank]))
-        handle = async_save(state.dict, tmp_path / "c", strategy, capture="background", comm=comm)
-        if comm.rank == 1:
-            state.tensors[0].add_(1)
-        gates[comm.rank].set()
-        with pytest.raises(CheckpointingException) as raised:
-            handle.result(30)
-        return str(raised.value)
-
-    texts = run_ranks(2, one)
-    assert texts[0] == texts[1]
-    assert "changed while it was being captured" in texts[0]
-    assert "rows" in texts[0]
-    assert not check_is_distributed_checkpoint(tmp_path / "c")
-
-
-def test_a_change_of_the_common_state_is_noticed_too(tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def one(comm: Comm) -> None:
-        state = State(comm, 1)
         strategy = kind(BACKENDS[0])(planner=Gate(gate))
         handle = async_save(state.dict, tmp_path / "c", strategy, capture="background", comm=comm)
-        state.counter.add_(1)  # of rank 1 nobody saves it
+        if changed != "rows":
+            state.counter.add_(1)
+        elif comm.rank == rank:
+            state.tensors[0].add_(1)
         comm.all_gather(None)
         gate.set()
-        with pytest.raises(CheckpointingException, match="changed while") as raised:
+        with pytest.raises(CheckpointingException, match="changed while it was being") as raised:
             handle.result(30)
-        assert [(f.key, f.ranks) for f in raised.value.findings] == [
-            ("state_dict['counter']", (0,))
-        ]
+        assert [(f.key, f.ranks) for f in raised.value.findings] == [(changed, (rank,))]
+        return str(raised.value)
 
-    run_ranks(2, one)
+    assert len({*run_ranks(2, one)}) == 1
+    assert not check_is_distributed_checkpoint(tmp_path / "c")
 
 
 @pytest.mark.parametrize("finalize", ["background", "caller"])

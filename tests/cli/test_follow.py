@@ -23,7 +23,7 @@ from stores import new_url
 
 
 def while_saving(work: Callable[[], object], folder: Any) -> threading.Thread:
-    def is_claimed() -> bool:
+    def is_claimed() -> Any:
         if isinstance(folder, Path):
             return holder_of(folder) is not None  # the lock is there before it names its holder
         claims = folder / ".dckpt/claims"

@@ -83,28 +83,6 @@ def test_ranks_with_more_threads_than_rank_0_leave_nothing_that_nobody_names(
 # Leftovers.
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"zarr_format": 3}', None], ids=repr)
-def test_metadata_that_a_killed_save_cut_off_is_not_looked_into(
-    tmp_path: Path, content: bytes | None
-) -> None:
-    def damage(folder: Path) -> None:
-        path = folder / "w/.zarray"
-        if content is None:
-            path.unlink()
-        else:
-            path.write_bytes(content)
-
-    folder = tmp_path / "c"
-    dc.save(trained(1), folder, ("zarr", 1))
-    damage(folder)
-    dc.save(trained(2), folder, ("zarr", 1), overwrite=True)
-    assert_sound(folder, 2)
-    (folder / "metadata.json").unlink()
-    damage(folder)
-    dc.save(trained(3), folder, ("zarr", 1))
-    assert_sound(folder, 3)
-
-
 def test_an_array_of_another_program_is_not_taken_for_ours(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other/.zarray").write_bytes(b"{")
