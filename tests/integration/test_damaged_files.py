@@ -1,5 +1,6 @@
 """Files that are missing, cut off, too long or full of nonsense: a clear error, never zeros."""
 
+import copy
 import functools
 import itertools
 import json
@@ -7,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,12 @@ FORMATS: dict[str, Any] = {
     "zarr 2 gzip": functools.partial(Zarr3SaveShardedStrategy, codec="gzip"),
     "zarr 2 blosc": functools.partial(Zarr3SaveShardedStrategy, codec="blosc"),
 }
+DOCUMENTED = (
+    dc.CorruptCheckpointError,
+    dc.UnsupportedFormatError,
+    dc.StateMismatchError,
+    dc.StrategyNotFoundError,
+)
 COMPRESSED = ("zarr 2 zstd", "zarr 2 gzip", "zarr 2 blosc")
 FORMAT = pytest.mark.parametrize("file_format", FORMATS)
 ZARR_1, ZARR_2 = (pytest.mark.parametrize("file_format", [name]) for name in ("zarr 1", "zarr 2"))
@@ -195,10 +203,46 @@ def test_what_is_no_json_of_ours_is_damaged(damaged: Path, json_file: Path, name
         dc.load(state(-1.0), damaged)
 
 
+WRONG_VALUES: list[Any] = [None, True, -1, 0, 1.5, 10**30, "text", "", [], {}, [[]], [-1], ["x"]]
+
+
 def as_file(name: str, content: Any) -> bytes:
     """``content`` as the bytes of the file; the index carries its own checksum."""
     is_index = name.endswith("index.json") and isinstance(content, dict)
     return sealed(content) if is_index else json.dumps(content).encode()
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of the values in a nest; of a list the first and the last are enough."""
+    yield path
+    if isinstance(value, dict | list):
+        steps = value if isinstance(value, dict) else {*range(len(value))} & {0, len(value) - 1}
+        for step in steps:
+            yield from places_in(value[step], (*path, step))
+
+
+def with_value(content: Any, place: tuple[Any, ...], value: Any) -> Any:
+    if not place:
+        return value
+    changed = copy.deepcopy(content)
+    functools.reduce(lambda below, step: below[step], place[:-1], changed)[place[-1]] = value
+    return changed
+
+
+@JSON_FILE
+def test_any_wrong_value_anywhere_in_json_is_harmless_or_a_documented_error(
+    damaged: Path, json_file: Path, name: str
+) -> None:
+    content, keys = json.loads(json_file.read_bytes()), ("grid", "uneven", "flat")
+    if name == "zarr.json":  # one of each kind is enough
+        nodes = content["consolidated_metadata"]["metadata"]
+        for path in nodes.keys() - {*keys, "uneven/piece.0"}:
+            del nodes[path]
+    for place, value in itertools.product(places_in(content), WRONG_VALUES):
+        json_file.write_bytes(as_file(name, with_value(content, place, value)))
+        with suppress(*DOCUMENTED):
+            dc.load_tensors_metadata(damaged)
+            check_loads(damaged, {key: state(-1.0)[key] for key in keys})
 
 
 @JSON_FILE

@@ -12,7 +12,6 @@ import re
 import shutil
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -300,7 +299,6 @@ KINDS: Final = {
     "DCP metadata": (".metadata",),
 }
 """What is read, and where it lies in a checkpoint of any backend."""
-IN_JSON: Final = ("config", "index", "zarr 2 array", "zarr 3 nodes")
 
 WORDS: Final = tuple(
     str(word).encode()
@@ -361,23 +359,19 @@ def test_a_file_is_read_as_it_was_or_refused(
     ]
     assert files
 
-    @examples(60 if kind in IN_JSON else 25)
-    @given(st.integers(0, len(files) - 1), changes(), st.booleans())
-    def check(number: int, change: Callable[[bytes], bytes], reseals: bool) -> None:
+    @examples(25)
+    @given(st.integers(0, len(files) - 1), changes())
+    def check(number: int, change: Callable[[bytes], bytes]) -> None:
         checkpoint, path = files[number]
         before = path.read_bytes()
-        changed = change(before)
-        if kind == "index" and reseals:
-            with suppress(ValueError, RecursionError):
-                changed = sealed(dict(json.loads(changed)))  # whose checksum fits
-        path.write_bytes(changed)
+        path.write_bytes(change(before))
         try:
             outcomes = child.outcomes({"do": "checkpoint", "path": str(checkpoint)})
         finally:
             path.write_bytes(before)
         wrong = [text for text in outcomes if text.startswith(("raw", "the process"))]
         assert not wrong, (path, wrong)
-        if kind in ("index", "DCP metadata") and not reseals:
+        if kind in ("index", "DCP metadata"):
             # Both have a checksum or are held against the data: nothing else is read in silence.
             assert "different" not in outcomes, (path, outcomes)
 
