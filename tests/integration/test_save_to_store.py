@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -195,6 +196,21 @@ def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
     assert unfinished_uploads(s3_place) == 0
     with pytest.raises(dc.CheckpointNotFoundError):
         dc.load({}, s3_place)
+
+
+def test_a_chunk_that_is_cancelled_aborts_its_upload(
+    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        while not unfinished_uploads(s3_place):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(file_writer._Upload, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        file_writer.put(s3_place, "chunk", bytes(3 * s3_place.store.options.part_bytes))
+    assert unfinished_uploads(s3_place) == 0
+    assert keys_below(s3_place) == []
 
 
 def every(place: ObjectPath) -> list[str]:
