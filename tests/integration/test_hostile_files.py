@@ -233,15 +233,22 @@ def test_a_safetensors_header_cannot_ask_for_more_than_there_is(
     child: LimitedChild, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.safetensors"
+
+    def refused(num_bytes: int = 4, **rows: tuple[list[int], list[int]]) -> bool:
+        names = ("dtype", "shape", "data_offsets")
+        content = {k: dict(zip(names, ("F32", *row), strict=True)) for k, row in rows.items()}
+        header = json.dumps(content).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(num_bytes))
+        outcomes = child.outcomes({"do": "safetensors", "path": str(path)})
+        return refusals(outcomes)[0].startswith("CorruptCheckpointError")
+
     for extent in HUGE:
         for shape, offsets in (([extent], [0, 4]), ([1], [0, extent]), ([extent, 0], [0, 0])):
-            row = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
-            header = json.dumps({"x": row}).encode()
-            path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-            outcomes = child.outcomes({"do": "safetensors", "path": str(path)})
-            assert refusals(outcomes)[0].startswith("CorruptCheckpointError")
+            assert refused(x=(shape, offsets))
         path.write_bytes(struct.pack("<Q", extent & ((1 << 63) - 1) | 1 << 62) + b"{}")
         assert refusals(child.outcomes({"do": "safetensors", "path": str(path)}))
+    assert refused(x=([1], [0, 4]), y=([1], [0, 4])), "they overlap"
+    assert refused(8, x=([1], [4, 8])), "something is before them"
 
 
 # Chunks.
