@@ -328,13 +328,20 @@ def test_waiting_tells_and_callbacks_come_once(tmp_path: Path) -> None:
         handle.result()
 
 
-def test_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_and_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    phases: list[str] = []
+
     def one(comm: Comm) -> None:
         state = State(comm, 1).dict
         async_save(state, tmp_path / "c", comm=comm, progress="bar").result(30)
         load(state, tmp_path / "c", comm=comm, progress="bar")
+        tell = None if comm.rank else lambda progress: phases.append(progress.phase)
+        handle = async_save(state, tmp_path / "p", comm=comm, progress=tell)
+        handle.result(30)
+        assert handle.progress.phase == "committing"
 
     run_ranks(2, one)
+    assert [*dict.fromkeys(phases)] == ["planning", "copying", "writing", "committing"]
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" ━")[0].strip() for line in lines] == [
         "asynchronous save: copying",
@@ -344,22 +351,6 @@ def test_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TypeError, match="progress must be 'bar' or a function"):
         save({}, tmp_path / "d", comm=SingleProcess(), progress="bars")  # type: ignore[arg-type]
     assert not (tmp_path / "d").exists()
-
-
-def test_progress(tmp_path: Path) -> None:
-    (comm,) = run_ranks(1, lambda comm: comm)
-    phases: list[str] = []
-    handle: SaveHandle = async_save(
-        State(comm, 1).dict, tmp_path / "c", progress=lambda p: phases.append(p.phase)
-    )
-    handle.result(30)
-    assert handle.progress.phase == "committing"
-    assert [p for i, p in enumerate(phases) if phases[i - 1 : i] != [p]] == [
-        "planning",
-        "copying",
-        "writing",
-        "committing",
-    ]
 
 
 def test_unknown_keywords(tmp_path: Path) -> None:

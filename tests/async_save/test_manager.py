@@ -273,10 +273,6 @@ def test_invalid_retention(options: dict[str, Any], said: str) -> None:
 METRICS = {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.5, 5: float("nan"), 6: 0.7}
 
 
-def state_with_hooks(step: int, comm: Comm = ALONE) -> dict[str, Any]:
-    return trained(step, comm, key="model.w")
-
-
 @pytest.mark.parametrize(
     ("best", "kept", "is_async"), [("lowest", [3, 4, 6], False), ("highest", [2, 6], True)]
 )
@@ -288,9 +284,9 @@ def test_the_best_are_kept(tmp_path: Path, best: Any, kept: list[int], is_async:
                 # Only that of rank 0 counts.
                 own = metric if comm.rank == 0 else -metric
                 if is_async:
-                    run.async_save(step, state_with_hooks(step, comm), metric=own)
+                    run.async_save(step, state(step, comm), metric=own)
                 else:
-                    run.save(step, state_with_hooks(step, comm), metric=own)
+                    run.save(step, state(step, comm), metric=own)
         with CheckpointManager(tmp_path, comm=comm, retention=retention) as again:
             return again.steps(), again.best()
 
@@ -300,12 +296,12 @@ def test_the_best_are_kept(tmp_path: Path, best: Any, kept: list[int], is_async:
 
 def test_a_record_without_metrics_is_as_it_was(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
-        manager.save(1, state_with_hooks(1))
-        manager.save(2, state_with_hooks(2), metric=3)
+        manager.save(1, state(1))
+        manager.save(2, state(2), metric=3)
         assert manager.best() == 2
         manager.delete(2)
         assert manager.best() is None
-        manager.save(2, state_with_hooks(2), metric=4)
+        manager.save(2, state(2), metric=4)
     steps = json.loads((tmp_path / "manager.json").read_text())["steps"]
     assert "metric" not in steps["1"]
     assert steps["2"]["metric"] == 4.0
@@ -315,7 +311,7 @@ def test_a_save_that_commits_after_the_pointer_was_lost_keeps_its_metric(tmp_pat
     """As if the process had been killed between the commit and moving the pointer."""
     manager = CheckpointManager(tmp_path)
     with ended_before_the_pointer(manager.folder(1)):
-        manager.save(1, state_with_hooks(1), metric=0.25)
+        manager.save(1, state(1), metric=0.25)
     assert read_record(tmp_path).latest is None
     assert manager.best() == 1
 
@@ -323,7 +319,7 @@ def test_a_save_that_commits_after_the_pointer_was_lost_keeps_its_metric(tmp_pat
 @pytest.mark.parametrize("metric", ["low", [1.0]])
 def test_a_metric_that_is_no_number(tmp_path: Path, metric: Any) -> None:
     with pytest.raises(CheckpointingException, match="beginning a save"):
-        CheckpointManager(tmp_path).save(1, state_with_hooks(1), metric=metric)
+        CheckpointManager(tmp_path).save(1, state(1), metric=metric)
     assert CheckpointManager(tmp_path).steps() == []
 
 
@@ -345,8 +341,8 @@ def test_each_save_is_reported_once_and_hooks_may_fail(
 
     def train(comm: Comm) -> None:
         with CheckpointManager(tmp_path, comm=comm, on_saved=[fail, saves.append]) as manager:
-            manager.save(1, state_with_hooks(1, comm))
-            manager.async_save(2, state_with_hooks(2, comm), metric=0.5).result(30)
+            manager.save(1, state(1, comm))
+            manager.async_save(2, state(2, comm), metric=0.5).result(30)
             manager.delete(1)
             assert manager.steps() == [2]
 
@@ -367,7 +363,7 @@ def test_the_log_has_a_line_a_save(tmp_path: Path) -> None:
     for steps in ((1, 2), (3,)):
         with CheckpointManager(tmp_path / "run", on_saved=JsonLinesLog(path)) as manager:
             for step in steps:
-                manager.async_save(step, state_with_hooks(step), metric=step / 4)
+                manager.async_save(step, state(step), metric=step / 4)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["metric"]) for line in lines] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert all(line["seconds"] >= line["blocked_seconds"] > 0 for line in lines)
@@ -380,5 +376,5 @@ def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
             for name in ("over_write", "before_claim", "disks"):
                 option: dict[str, Any] = {name: None}
                 with pytest.raises(TypeError, match=rf"save\(\) got an unexpected .* '{name}'"):
-                    save(1, state_with_hooks(1), **option)
+                    save(1, state(1), **option)
         assert manager.steps() == []

@@ -239,14 +239,6 @@ def test_folders_of_runs_and_of_checkpoints(tmp_path: Path, samples: Samples, dc
     assert "it holds checkpoints: model_fsdp" in dckpt("ls", tmp_path / "accelerate").err
 
 
-def test_numbers_of_something_else_are_no_steps(tmp_path: Path, dckpt: Run) -> None:
-    """As in the folder of the demo: "again-2" was saved by two ranks."""
-    for name in ("again-2", "again-4", "checkpoint"):
-        save(at_step(1), tmp_path / "demo" / name)
-    assert [*listed(dckpt, tmp_path / "demo")] == ["again-2", "again-4", "checkpoint"]
-    assert dckpt("ls", tmp_path / "demo").out.endswith(", none is numbered\n")
-
-
 def test_a_run_without_steps(tmp_path: Path, dckpt: Run) -> None:
     root = tmp_path / "run"
     root.mkdir()
@@ -261,6 +253,10 @@ def test_folders_of_one_number_are_all_listed(tmp_path: Path, dckpt: Run) -> Non
     for name in ("bert-2", "gpt-2", "gpt-3"):
         save(at_step(1), tmp_path / "models" / name)
     assert [*listed(dckpt, tmp_path / "models")] == ["gpt-2", "2", "3"]
+    for name in ("again-2", "again-4", "checkpoint"):  # as in the demo: saved by two ranks
+        save(at_step(1), tmp_path / "demo" / name)
+    assert [*listed(dckpt, tmp_path / "demo")] == ["again-2", "again-4", "checkpoint"]
+    assert dckpt("ls", tmp_path / "demo").out.endswith(", none is numbered\n")
     root = managed(tmp_path / "run", 2, 3)
     save(at_step(1), root / "backup-2")
     (root / "step-7").symlink_to(root / "step-7")  # a link to itself is none

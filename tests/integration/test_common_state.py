@@ -362,21 +362,6 @@ def test_a_hostile_value_is_refused_and_never_executed(tmp_path: Path, name: str
     assert not marker.exists()
 
 
-def test_trusted_unpickles_anything(tmp_path: Path) -> None:
-    """And this is what that means."""
-    marker = tmp_path / "marker"
-    value, _ = hostile(marker)["deep inside"]
-    dc.save({"o": cell(5)}, tmp_path / "c", ("zarr", 2))
-    torch.save({"v": value}, tmp_path / "c" / "common.pt")
-    dc.load_common_state_dict(tmp_path / "c", trusted=True)
-    assert marker.exists()
-    marker.unlink()
-    torch.save({"v": 1}, tmp_path / "c" / "common.pt")
-    torch.save(value, tmp_path / "c" / "o" / "shard_0_1.pt")
-    dc.load({"o": cell()}, tmp_path / "c", trusted=True)
-    assert marker.exists()
-
-
 def test_a_hostile_file_in_another_format_is_not_executed_either(tmp_path: Path) -> None:
     marker, path = tmp_path / "marker", tmp_path / "c" / "common.pt"
     value = {"v": Calls(os.system, f"touch {marker}")}

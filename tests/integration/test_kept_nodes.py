@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
-from dist_checkpointing.checkpoint import partial_reads
 from dist_checkpointing.filesystem import local_folder, ranged_reads
-from dist_checkpointing.format import Box
-from dist_checkpointing.storage import StorageOptions, driver
+from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import TensorStoreLoadShardedStrategy
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
 from faults import replaced
@@ -112,32 +110,6 @@ def test_slices_of_a_local_disk_open_no_file_twice(
     assert next(opened) == 20 * opened_by_each
     del checkpoint
     assert {*OPEN_FILES.iterdir()} == before
-
-
-def test_boxes_take_one_plan_and_a_run_of_rows_takes_none(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned: list[object] = []
-
-    def read(*given: Any) -> None:
-        planned.append(given)
-        driver.read(*given)
-
-    monkeypatch.setattr(partial_reads, "read", read)
-    checkpoint = dc.Checkpoint.open(saved)
-    assert checkpoint["layers.3.weight"][10:290:7].tolist() == [3.0] * 40
-    assert not planned
-    wanted = [(f"layers.{i}.weight", Box((5,), (2,))) for i in range(40)]
-    assert [part.tolist() for part in checkpoint.read(wanted)] == [[i, i] for i in range(40)]
-    assert len(planned) == 1
-    full = torch.arange(3 * 2**19, dtype=torch.float32).reshape(512, 3072)
-    for backend in ("tensorstore", "safetensors"):
-        dc.save({"w": shard("w", full)}, tmp_path / backend, backend)
-        w = dc.Checkpoint.open(tmp_path / backend)["w"]
-        for place, plans in ((slice(7, 11), 0), ((slice(None), 5), 1), (slice(400), 1)):
-            planned.clear()
-            assert torch.equal(w[place], full[place])
-            assert len(planned) == plans
 
 
 def test_damage_is_found_where_no_plan_is_made(tmp_path: Path) -> None:

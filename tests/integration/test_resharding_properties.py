@@ -359,7 +359,7 @@ def check_world(
         check_whole(tensors, place)
 
 
-@examples(120)
+@examples(80)
 @given(
     world=worlds(),
     file_format=st.sampled_from([*FORMATS, "tensorstore", "torch_dist"]),

@@ -75,34 +75,6 @@ def test_memory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     files.give_up()
 
 
-@pytest.mark.parametrize(
-    ("kind", "durability", "expected"),
-    [
-        ("ext4", Durability.PAGE_CACHE, [(0, 200), (230, 170)]),
-        ("nfs", Durability.PAGE_CACHE, []),
-        ("ext4", Durability.FSYNC, []),
-    ],
-)
-def test_room_is_made_for_large_values_where_that_saves_time(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    durability: Durability,
-    expected: list[tuple[int, int]],
-) -> None:
-    rooms: list[tuple[int, int]] = []
-    monkeypatch.setattr(file_writer, "file_system_type", lambda _: kind)
-    monkeypatch.setattr(os, "posix_fallocate", lambda _, *room: rooms.append(room))
-    options = StorageOptions(durability=durability)
-    files = DataFiles(tmp_path, "part", options, 2**20, lambda _: None)
-    files.put_large(np.zeros(200, np.uint8), 200, None)
-    files.put(bytes(30), 30, 30)
-    files.put_large(np.ones(170, np.uint8), 170, None)
-    (sealed,) = files.finish()
-    assert rooms == expected
-    assert sealed.num_bytes == (tmp_path / "part.0").stat().st_size == 400
-
-
 def test_no_file_is_made_without_values_and_none_is_overwritten(tmp_path: Path) -> None:
     def save(value: bytes) -> None:
         files = DataFiles(tmp_path, "part", StorageOptions(), 2**20, lambda _: None)

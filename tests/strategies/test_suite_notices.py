@@ -24,8 +24,6 @@ from dist_checkpointing.testing import (
     CUTS,
     StrategyConformance,
     data_of,
-    poisoned,
-    random_bits,
 )
 
 Test = Callable[[StrategyConformance, Path], object]
@@ -177,14 +175,3 @@ def test_every_cut_is_whole(cut: str, world_size: int) -> None:
         if shard.replica_id in (0, (0, 0)):
             times[where] += 1
     assert (times == 1).all()
-
-
-@pytest.mark.parametrize("dtype", StrategyConformance.dtypes, ids=str)
-def test_poisoned_memory_differs_everywhere(dtype: torch.dtype) -> None:
-    expected = random_bits((3, 5), dtype)
-    memory = poisoned(expected)
-    assert (memory.dtype, memory.shape) == (dtype, expected.shape)
-    if dtype == torch.bool:
-        assert bool((memory != expected).all())
-    else:
-        assert bool((memory.view(torch.uint8) != expected.view(torch.uint8)).all())
