@@ -10,7 +10,6 @@ import torch
 
 from dist_checkpointing import (
     AsyncSaver,
-    CheckpointExistsError,
     CheckpointingException,
     RankFailedError,
     SaveHandle,
@@ -141,44 +140,30 @@ def test_background_capture(tmp_path: Path, backend: tuple[str, int]) -> None:
     assert_holds(tmp_path / "c", 1)
 
 
-def test_a_change_that_comes_too_early_fails_the_save(tmp_path: Path) -> None:
-    gates = [threading.Event() for _ in range(2)]
+@pytest.mark.parametrize(("changed", "rank"), [("rows", 1), ("state_dict['counter']", 0)])
+def test_a_change_that_comes_too_early_fails_the_save(
+    tmp_path: Path, changed: str, rank: int
+) -> None:
+    """Of a tensor, and of the common state, of which that of rank 0 is saved."""
+    gate = threading.Event()
 
     def one(comm: Comm) -> str:
         state = State(comm, 1)
-        strategy = kind(BACKENDS[0])(planner=Gate(gates[comm.rank]))
-        handle = async_save(state.dict, tmp_path / "c", strategy, capture="background", comm=comm)
-        if comm.rank == 1:
-            state.tensors[0].add_(1)
-        gates[comm.rank].set()
-        with pytest.raises(CheckpointingException) as raised:
-            handle.result(30)
-        return str(raised.value)
-
-    texts = run_ranks(2, one)
-    assert texts[0] == texts[1]
-    assert "changed while it was being captured" in texts[0]
-    assert "rows" in texts[0]
-    assert not check_is_distributed_checkpoint(tmp_path / "c")
-
-
-def test_a_change_of_the_common_state_is_noticed_too(tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def one(comm: Comm) -> None:
-        state = State(comm, 1)
         strategy = kind(BACKENDS[0])(planner=Gate(gate))
         handle = async_save(state.dict, tmp_path / "c", strategy, capture="background", comm=comm)
-        state.counter.add_(1)  # of rank 1 nobody saves it
+        if changed != "rows":
+            state.counter.add_(1)
+        elif comm.rank == rank:
+            state.tensors[0].add_(1)
         comm.all_gather(None)
         gate.set()
-        with pytest.raises(CheckpointingException, match="changed while") as raised:
+        with pytest.raises(CheckpointingException, match="changed while it was being") as raised:
             handle.result(30)
-        assert [(f.key, f.ranks) for f in raised.value.findings] == [
-            ("state_dict['counter']", (0,))
-        ]
+        assert [(f.key, f.ranks) for f in raised.value.findings] == [(changed, (rank,))]
+        return str(raised.value)
 
-    run_ranks(2, one)
+    assert len({*run_ranks(2, one)}) == 1
+    assert not check_is_distributed_checkpoint(tmp_path / "c")
 
 
 @pytest.mark.parametrize("finalize", ["background", "caller"])
@@ -310,15 +295,6 @@ def test_steps_that_differ_between_ranks(tmp_path: Path) -> None:
     assert not check_is_distributed_checkpoint(tmp_path / "c")
 
 
-def test_a_taken_folder_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
-    (comm,) = run_ranks(1, lambda comm: comm)
-    save(State(comm, 1).dict, tmp_path / "c")
-    with pytest.raises(CheckpointExistsError):
-        async_save(State(comm, 2).dict, tmp_path / "c")
-    async_save(State(comm, 2).dict, tmp_path / "c", overwrite=True).result(30)
-    assert_holds(tmp_path / "c", 2)
-
-
 def test_waiting_tells_and_callbacks_come_once(tmp_path: Path) -> None:
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}
     may_go, was_called = threading.Event(), threading.Event()
@@ -352,13 +328,20 @@ def test_waiting_tells_and_callbacks_come_once(tmp_path: Path) -> None:
         handle.result()
 
 
-def test_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_and_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    phases: list[str] = []
+
     def one(comm: Comm) -> None:
         state = State(comm, 1).dict
         async_save(state, tmp_path / "c", comm=comm, progress="bar").result(30)
         load(state, tmp_path / "c", comm=comm, progress="bar")
+        tell = None if comm.rank else lambda progress: phases.append(progress.phase)
+        handle = async_save(state, tmp_path / "p", comm=comm, progress=tell)
+        handle.result(30)
+        assert handle.progress.phase == "committing"
 
     run_ranks(2, one)
+    assert [*dict.fromkeys(phases)] == ["planning", "copying", "writing", "committing"]
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" ━")[0].strip() for line in lines] == [
         "asynchronous save: copying",
@@ -368,22 +351,6 @@ def test_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TypeError, match="progress must be 'bar' or a function"):
         save({}, tmp_path / "d", comm=SingleProcess(), progress="bars")  # type: ignore[arg-type]
     assert not (tmp_path / "d").exists()
-
-
-def test_progress(tmp_path: Path) -> None:
-    (comm,) = run_ranks(1, lambda comm: comm)
-    phases: list[str] = []
-    handle: SaveHandle = async_save(
-        State(comm, 1).dict, tmp_path / "c", progress=lambda p: phases.append(p.phase)
-    )
-    handle.result(30)
-    assert handle.progress.phase == "committing"
-    assert [p for i, p in enumerate(phases) if phases[i - 1 : i] != [p]] == [
-        "planning",
-        "copying",
-        "writing",
-        "committing",
-    ]
 
 
 def test_unknown_keywords(tmp_path: Path) -> None:

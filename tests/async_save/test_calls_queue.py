@@ -5,12 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dist_checkpointing import CheckpointingException, check_is_distributed_checkpoint, save
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest, base
+from dist_checkpointing.strategies import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    AsyncSaveShardedStrategy,
+    StrategyAction,
+    base,
+    get_default_strategy,
+)
 from dist_checkpointing.testing import run_ranks
-from states import BACKENDS, assert_at_step, at_step
+from states import BACKENDS, assert_at_step, at_step, blanks, rows
 
 
 def request(comm: Comm, folder: Path, value: float, backend: Any = None) -> AsyncRequest:
@@ -46,6 +54,28 @@ def test_in_order(tmp_path: Path, backend: tuple[str, int]) -> None:
     assert sorted(added) == [0, 0, 0, 1, 1]
     for i in range(3):
         assert_at_step(tmp_path / str(i), i)
+
+
+@pytest.mark.parametrize("backend", [("tensorstore", 1), ("torch_dist", 1)])
+def test_a_strategy_alone_copies_the_state(tmp_path: Path, backend: tuple[str, int]) -> None:
+    """``async_save`` of the strategies of this library, called without ``save``."""
+    full = at_step(3)["w"].data
+
+    def one(comm: Comm) -> None:
+        strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)
+        strategy.comm = comm
+        assert isinstance(strategy, AsyncSaveShardedStrategy)
+        state: dict[str, Any] = {"w": rows("w", full, comm)}
+        queue = AsyncCallsQueue(comm=comm)
+        made = strategy.async_save(state, tmp_path / "c")
+        state["w"].data.zero_()
+        queue.schedule_async_request(made)
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+
+    run_ranks(2, one)
+    loader = get_default_strategy(StrategyAction.LOAD_SHARDED, *backend)
+    found = loader.load(blanks({"w": full}), tmp_path / "c")
+    assert torch.equal(found["w"], full)
 
 
 def test_nothing_is_finalized_before_all_ranks_are_through() -> None:
@@ -91,20 +121,6 @@ def test_a_failure_is_told_to_all_ranks_and_does_not_stop_the_next_call(tmp_path
     assert_at_step(tmp_path / "2", 2)
 
 
-def test_two_queues_do_not_interfere(tmp_path: Path) -> None:
-    def one(comm: Comm) -> None:
-        queues = [AsyncCallsQueue(comm=comm) for _ in range(2)]
-        for i in range(4):
-            queues[i % 2].schedule_async_request(request(comm, tmp_path / str(i), i))
-        assert queues[1].maybe_finalize_async_calls(blocking=True) == [0, 1]
-        assert queues[0].get_num_unfinalized_calls() == 2
-        queues[0].close()
-
-    run_ranks(2, one)
-    for i in range(4):
-        assert_at_step(tmp_path / str(i), i)
-
-
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the folder's lock
 def test_abort(tmp_path: Path) -> None:
     queue = AsyncCallsQueue()
@@ -112,11 +128,6 @@ def test_abort(tmp_path: Path) -> None:
     queue.close(abort=True)
     assert queue.get_num_unfinalized_calls() == 0
     assert not check_is_distributed_checkpoint(tmp_path / "c")
-
-
-def test_execute_sync(tmp_path: Path) -> None:
-    request(SingleProcess(), tmp_path / "c", 5).execute_sync()
-    assert_at_step(tmp_path / "c", 5)
 
 
 def test_the_shared_queue_is_made_once() -> None:

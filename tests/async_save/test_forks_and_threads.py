@@ -193,21 +193,6 @@ def test_threads_share_the_saver_of_their_process(tmp_path: Path) -> None:
         assert_at_step(tmp_path / str(number), number)
 
 
-def test_threads_share_a_queue() -> None:
-    queue = AsyncCallsQueue()
-    executed: list[int] = []
-    numbers: list[int] = []
-
-    def one(number: int) -> None:
-        request = AsyncRequest(executed.append, (number,), [])
-        numbers.append(queue.schedule_async_request(request))
-
-    in_threads(one)
-    assert sorted(numbers) == list(range(THREADS))
-    assert queue.maybe_finalize_async_calls(blocking=True) == list(range(THREADS))
-    assert sorted(executed) == list(range(THREADS))
-
-
 def test_a_thread_is_waited_for_until_it_has_let_go_of_its_work() -> None:
     """Not only until its result is there: it may still free tensors when the interpreter ends."""
     may_end, may_go = threading.Event(), threading.Event()

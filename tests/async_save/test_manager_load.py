@@ -111,41 +111,16 @@ def test_the_load_goes_back_after_damage_that_it_finds_itself(
     assert again.latest_valid() == 2
 
 
-@BACKEND
-def test_everything_is_read_once(
-    tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = torch.randn(512, 4096)
-    dc.CheckpointManager(tmp_path, backend).save(1, {"w": shard("w", full)})
-    counts: list[int] = []
-    preadv = os.preadv
-
-    def counting(*arguments: Any) -> int:
-        counts.append(preadv(*arguments))
-        return counts[-1]
-
-    monkeypatch.setattr(os, "preadv", counting)
-    loaded = dc.CheckpointManager(tmp_path).load({"w": shard("w", torch.empty(512, 4096))})
-    assert torch.equal(loaded["w"], full)
-    assert full.nbytes <= sum(counts) <= 1.05 * full.nbytes
-
-
 def test_a_template_that_does_not_fit_is_an_error_and_no_reason_to_go_back(tmp_path: Path) -> None:
     saved_by(tmp_path, "tensorstore", 1, 1)
     manager = dc.CheckpointManager(tmp_path)
     manager.save(2, {"w": shard("w", torch.ones(3))})
     with pytest.raises(dc.StateMismatchError, match="global shape differs"):
         manager.load({"w": template()["w"]})
-    assert manager.latest_valid() == 2
-
-
-def test_memory_that_leaves_share_is_no_reason_to_go_back(tmp_path: Path) -> None:
-    saved_by(tmp_path, "tensorstore", 1, 1, 2)
-    manager = dc.CheckpointManager(tmp_path)
-    manager.save(3, {"a": shard("a", torch.ones(3)), "b": shard("b", torch.zeros(3))})
     memory = torch.empty(3)
+    manager.save(3, {key: shard(key, torch.full((3,), float(ord(key)))) for key in "ab"})
     with pytest.raises(dc.CheckpointingException, match="memory of its own"):
-        manager.load({"a": shard("a", memory), "b": shard("b", memory)})
+        manager.load({key: shard(key, memory) for key in "ab"})
     assert manager.latest_valid() == 3
 
 
@@ -276,38 +251,6 @@ def went_back(root: Any, comm: Comm = ALONE) -> None:
 
 
 @PLACES
-def test_a_rollback_stays_one(tmp_path: Path, place: str) -> None:
-    root = root_at(place, tmp_path)
-
-    def one(comm: Comm) -> None:
-        went_back(root, comm)
-        with dc.CheckpointManager(root, comm=comm) as manager:
-            assert (manager.latest(), loaded(manager, None, comm)) == (6500, 6500)
-            assert manager.latest_valid() == 6500
-            assert manager.steps() == [6000, 6500, 7000, 8000]
-            with pytest.raises(dc.CheckpointExistsError, match="the run is at step 6500 already"):
-                manager.save(6000, state(1, comm))
-            there = r"(?s)step 77 is not there.*its last steps are 6000, 6500, 7000, 8000"
-            with pytest.raises(dc.CheckpointNotFoundError, match=there):
-                manager.load(template(comm), 77)
-            for step in (8000, 7000, 6500):
-                assert loaded(manager, step, comm) == step
-            manager.async_save(7000, state(70, comm)).result(60)
-            assert (manager.latest(), loaded(manager, None, comm)) == (7000, 70)
-            assert (manager.latest_valid(), loaded(manager, 8000, comm)) == (7000, 8000)
-        retention = dc.Retention(keep_last=2)
-        with dc.CheckpointManager(root, comm=comm, retention=retention) as manager:
-            assert (manager.latest(), manager.latest_valid()) == (7000, 7000)
-            left = {7500: [7000, 7500, 8000], 8500: [7000, 7500, 8000, 8500]}
-            left[9000] = [7000, 8500, 9000]  # 7000 was verified
-            for step, steps in left.items():
-                manager.save(step, state(step, comm))
-                assert manager.steps() == steps
-
-    run_ranks(2, one)
-
-
-@PLACES
 def test_a_step_is_named_behind_the_path_of_its_run(tmp_path: Path, place: str) -> None:
     """By ``load`` on all ranks, and by an open checkpoint; the latest one as the manager says."""
     root = root_at(place, tmp_path)
@@ -319,6 +262,9 @@ def test_a_step_is_named_behind_the_path_of_its_run(tmp_path: Path, place: str) 
             assert found["step"] == step
         with pytest.raises(dc.CheckpointNotFoundError, match=r"no such step.*6500, 7000, 8000"):
             dc.load(template(comm), f"{root}@77", comm=comm)
+        there = r"(?s)step 77 is not there.*its last steps are 6000, 6500, 7000, 8000"
+        with pytest.raises(dc.CheckpointNotFoundError, match=there):
+            dc.CheckpointManager(root, comm=comm).load(template(comm), 77)
 
     run_ranks(2, one)
     opened = dc.Checkpoint.open(f"{root}@latest")

@@ -1,10 +1,11 @@
-"""CheckpointManager with a fast disk that is drained into an object store."""
+"""CheckpointManager with a root in an object store, and with a fast disk that is drained into it.
 
-import logging
+Machines with disks of their own are in tests/simulation/test_lost_disks.py.
+"""
+
 import shutil
-import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ import dist_checkpointing as dc
 from damage import damage
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
-    CheckpointExistsError,
     CheckpointingException,
     UnsupportedFormatError,
 )
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
-from faults import replaced, store_down, store_waiting, without_waiting
+from faults import counted_requests, replaced
 from stores import new_url
 
 
@@ -53,36 +53,6 @@ def test_what_is_saved_to_the_disk_comes_into_the_store(
         assert dc.load(state(0), place, verify=True)["value"] == step
 
 
-def test_a_node_whose_disk_is_gone_goes_on_from_the_store(tmp_path: Path) -> None:
-    root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
-        manager.save(1, state(1))
-        manager.save(2, state(2))
-    shutil.rmtree(tmp_path / "a")
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
-        assert (manager.steps(), manager.latest()) == ([1, 2], 2)
-        assert manager.load(state(0))["value"] == 2
-        with pytest.raises(CheckpointExistsError, match="the run is at step 2 already"):
-            manager.save(2, state(7))
-        manager.save(3, state(3))
-    assert len(steps_in(root)) == 3
-
-
-def test_the_newest_whole_checkpoint_is_loaded_wherever_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path) as manager:
-        manager.save(1, state(1))
-        manager.save(2, state(2))
-    damage(tmp_path / "step-00000002")
-    with dc.CheckpointManager(root, fast=tmp_path) as manager, caplog.at_level(logging.WARNING):
-        assert manager.load(state(0))["value"] == 2
-        assert "step 2 is skipped" in caplog.text
-        assert str(manager.folder(2)).startswith("memory://")
-        assert manager.latest_valid() == 2
-
-
 def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None:
     root = new_url()
     damaged: list[Path] = []
@@ -104,24 +74,6 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
         assert stored.load(state(0))["value"] == 1
 
 
-def test_training_goes_on_while_a_slow_store_is_filled(tmp_path: Path) -> None:
-    """Retention does not delete what is not in the store, and skips what nobody would keep."""
-    root, gate, keep = new_url(), threading.Event(), dc.Retention(keep_last=1)
-    with (
-        store_waiting(gate, "/data/") as keys,
-        dc.CheckpointManager(root, fast=tmp_path, retention=keep) as manager,
-    ):
-        for step in range(1, 5):
-            manager.save(step, state(step))
-        assert manager.load(state(0))["value"] == 4
-        gate.set()
-    copied = {key.split("/")[-4] for key in keys if key.endswith("/metadata.json")}
-    assert {"step-00000004"} <= copied
-    assert len(copied) < 4
-    assert steps_in(root) == ["step-00000004"]
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
-
-
 def test_a_disk_that_was_away_does_not_replace_what_others_have_saved(tmp_path: Path) -> None:
     root = new_url()
     with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
@@ -134,39 +86,6 @@ def test_a_disk_that_was_away_does_not_replace_what_others_have_saved(tmp_path: 
         assert manager.load(state(0))["value"] == 7
     with dc.CheckpointManager(root) as manager:
         assert manager.load(state(0))["value"] == 7
-
-
-@pytest.mark.parametrize("is_copied", [True, False])
-@pytest.mark.parametrize("place", ["memory", "s3"])
-def test_a_disk_that_was_away_does_not_bring_back_what_was_abandoned(
-    place: str, is_copied: bool, tmp_path: Path, s3_place: dc.ObjectPath
-) -> None:
-    root: Any = s3_place if place == "s3" else new_url()
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
-        manager.save(60, state(60))
-        manager.save(70, state(70))
-    manager = dc.CheckpointManager(root, fast=tmp_path / "a")
-
-    def refuses(name: str, key: str) -> bool:
-        return not is_copied and name.startswith("put") and "step-00000080" in key
-
-    with store_down(at=refuses), without_waiting():
-        manager.save(80, state(80))
-        with nullcontext() if is_copied else pytest.raises(CheckpointingException, match="step 80"):
-            manager.close()
-    with dc.CheckpointManager(root, fast=tmp_path / "b") as manager:
-        assert manager.load(state(0), 60)["value"] == 60
-        manager.save(65, state(65))
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
-        assert (manager.latest(), manager.latest_valid()) == (65, 65)
-        assert manager.load(state(0))["value"] == 65
-        assert manager.load(state(0), 80)["value"] == 80
-        assert manager.load(state(0), 65)["value"] == 65
-        manager.save(70, state(71))
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
-        assert (manager.latest(), manager.load(state(0))["value"]) == (70, 71)
-    with dc.CheckpointManager(root) as manager:
-        assert (manager.latest(), manager.load(state(0))["value"]) == (70, 71)
 
 
 def test_a_damaged_step_is_saved_again_and_copied_again(tmp_path: Path) -> None:
@@ -228,6 +147,39 @@ def test_what_is_kept_in_two_places_is_deleted_in_both(tmp_path: Path) -> None:
     assert steps_in(root) == ["step-00000002"]
 
 
-def test_a_second_place_must_be_a_store(tmp_path: Path) -> None:
+def test_what_a_store_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedFormatError, match="root in an object store"):
         dc.CheckpointManager(tmp_path / "slow", fast=tmp_path / "fast")
+    with pytest.raises(UnsupportedFormatError, match="an incremental save works on a mounted"):
+        dc.CheckpointManager(new_url(), incremental=True)
+    with pytest.raises(UnsupportedFormatError, match="drop_optimizer_after"):
+        dc.CheckpointManager(new_url(), retention=dc.Retention(drop_optimizer_after=1))
+
+
+def test_requests_do_not_grow_with_the_steps_that_are_kept(s3_place: dc.ObjectPath) -> None:
+    def ten(value: float) -> ShardedStateDict:
+        tensors = {f"w{n}": torch.full((4,), value) for n in range(10)}
+        leaves = {k: dc.ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}
+        return {**leaves, "value": value}
+
+    def requests_of(work: Callable[[], object], most: int) -> int:
+        with counted_requests() as counts:
+            work()
+        assert counts.total() <= most, counts
+        return counts.total()
+
+    seen = set()
+    for kept in (2, 6):
+        with dc.CheckpointManager(
+            s3_place / str(kept), retention=dc.Retention(keep_last=kept)
+        ) as run:
+            for step in range(kept):
+                run.save(step, ten(step))
+            saved = requests_of(partial(run.save, kept, ten(kept)), 40)
+            assert run.steps() == [*range(1, kept + 1)]
+            loaded = requests_of(partial(run.load, ten(-1)), 20)
+            deleted = requests_of(partial(run.delete, 1), 11)
+            added = requests_of(partial(run.save, kept + 1, ten(kept)), 30)
+            seen.add((saved, loaded, deleted, added))
+            assert run.load(ten(-1))["value"] == kept
+    assert len(seen) == 1

@@ -8,22 +8,30 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dist_checkpointing import CheckpointManager, save
-from dist_checkpointing.filesystem import FolderLock, holder_of
+from dist_checkpointing.filesystem import FolderLock, ObjectPath, holder_of
 from dist_checkpointing.tools import ls as following
 from faults import commits_waiting
 from samples import Finished, Run
 from scripts import ForkedScript
 from states import at_step
+from stores import new_url
 
 
-def while_saving(work: Callable[[], object], folder: Path) -> threading.Thread:
+def while_saving(work: Callable[[], object], folder: Any) -> threading.Thread:
+    def is_claimed() -> Any:
+        if isinstance(folder, Path):
+            return holder_of(folder) is not None  # the lock is there before it names its holder
+        claims = folder / ".dckpt/claims"
+        return claims.store.list_folder(claims.prefix)[1] != []
+
     thread = threading.Thread(target=work)
     thread.start()
-    while holder_of(folder) is None:  # the lock is there before it names its holder
+    while not is_claimed():
         assert thread.is_alive()
     return thread
 
@@ -70,10 +78,11 @@ def test_a_save_to_its_end(tmp_path: Path, dckpt: Run, monkeypatch: pytest.Monke
     assert found["seconds"] > 0
 
 
+@pytest.mark.parametrize("place", ["disk", "store"])
 def test_the_saves_of_a_run_until_ctrl_c(
-    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    root = tmp_path / "run"
+    root: Any = tmp_path / "run" if place == "disk" else ObjectPath.of(new_url())
     with CheckpointManager(root) as manager:
         manager.save(1, at_step(1))
 
@@ -106,6 +115,7 @@ def test_the_saves_of_a_run_until_ctrl_c(
     assert ", about " in begun
     assert second.startswith("2: whole, ")
     assert third.startswith("3: whole, ")
+    assert dckpt("ls", f"{root}@2", "--follow").out.startswith("step-00000002: whole, ")
 
 
 def test_a_save_that_is_killed(tmp_path: Path, dckpt: Run) -> None:

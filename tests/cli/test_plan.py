@@ -172,14 +172,6 @@ def large(rank, world_size):
         "iteration": 3,
     }}
 
-def larger(rank, world_size):
-    part = torch.empty(300 // world_size, 256)
-    return {{
-        "w": shard("w", part, (0, rank, world_size)),
-        "o": ShardedObject("x.extra", None, (world_size,), (rank,)),
-        "x": shard("x", torch.empty(3), replica_id=rank),
-    }}
-
 def fails(rank, world_size):
     raise RuntimeError("no such model")
 """
@@ -283,19 +275,3 @@ def test_a_recipe_is_planned_and_shown(tmp_path: Path) -> None:
     output = invoke(folder, "--recipe", recipe)
     assert f"q_proj.weight  float32[256, 128] <- {QKV}" in output
     assert f"left out: {NORM}" in output
-
-
-def test_a_template_gives_a_recipe_its_extents(folder: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "rules.json"
-    rules = [{"rename": QKV, "to": "w"}, {"resize": "w"}]
-    recipe.write_text(json.dumps(rules))
-    arguments = (folder, *template("larger", 2), "--recipe", recipe)
-    plan = planned(*arguments, exit_code=1)
-    assert plan["findings"][0]["key"] == "x"
-    assert len(plan["findings"]) == 3
-    kept = {"missing": "x.extra", "fill": "template"}
-    recipe.write_text(json.dumps([*rules, kept, {"missing": "x"}]))
-    plan = planned(*arguments)
-    assert plan["findings"] == []
-    assert plan["read_bytes"] == 256 * 256 * 4
-    assert plan["wanted_bytes"] == 300 * 256 * 4 + 2 * 12

@@ -15,8 +15,7 @@ import dist_checkpointing as dc
 from damage import files_in
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import UnsupportedFormatError
-from dist_checkpointing.filesystem import FolderLock, ObjectPath
-from dist_checkpointing.manager import Retention
+from dist_checkpointing.filesystem import ObjectPath
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import (
     LoadShardedStrategy,
@@ -25,11 +24,9 @@ from dist_checkpointing.strategies import (
 )
 from dist_checkpointing.tools import app, report
 from samples import GOLDEN, GOLDEN_NAMES, Run
-from scripts import run_forked
 from states import BACKEND, cell, rows, save_on, shard
 from stores import new_url
 
-SCRIPT = Path(__file__).with_name("removal_cut_off.py")
 RUNNER = CliRunner()
 
 
@@ -131,35 +128,6 @@ def test_files_of_a_data_group_are_freed_one_by_one(tmp_path: Path) -> None:
     dc.verify_checkpoint(folder)
 
 
-@pytest.mark.exhaustive
-@BACKEND
-def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: Any) -> None:
-    folder, copies = saved(tmp_path / "c", backend, 32), tmp_path / "copies"
-    done = run_forked(SCRIPT, folder, "optimizer.", copies, timeout=280)
-    assert done.returncode == 0, done.stderr
-    steps = sorted(copies.iterdir(), key=lambda path: int(path.name))
-    kept = without("optimizer.", values(32))
-    finished = {name for name in files_in(steps[-1]) if not name.startswith("d/")}
-    was_removed = False
-    for copy in steps:
-        is_removed = set(dc.Checkpoint.open(copy)) == set(kept)
-        assert_holds(copy, kept if is_removed else values(32))
-        # Once removed, always removed.
-        assert is_removed or not was_removed
-        was_removed = is_removed
-        # Run again, it does what was left to do.
-        if copy is not steps[-1]:
-            result = RUNNER.invoke(app.app, ["rm-prefix", str(copy), "optimizer.", "--yes"])
-            nothing_left = isinstance(result.exception, LookupError)
-            assert result.exit_code == 0 or nothing_left
-        assert set(dc.Checkpoint.open(copy)) == set(kept)
-        left = {name for name in files_in(copy) if not name.startswith("d/")}
-        # The lock file of a killed process is only a file.
-        assert left - {".dckpt.lock"} == finished
-    assert was_removed
-    assert len(steps) > 3
-
-
 @BACKEND
 def test_a_save_over_a_removal_that_was_cut_off_is_whole(tmp_path: Path, backend: Any) -> None:
     folder = saved(tmp_path / "c", backend)
@@ -235,16 +203,6 @@ def test_on_a_terminal_it_asks(
     assert_holds(folder, values() if code else without("optimizer", values()))
 
 
-def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c", ("zarr", 2))
-    with (
-        FolderLock.acquire(folder),
-        pytest.raises(dc.CheckpointExistsError, match="tensors are being removed"),
-    ):
-        invoke(folder, "optimizer", "--yes")
-    assert_holds(folder, values())
-
-
 def test_a_damaged_note_of_a_removal_is_not_followed(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", ("zarr", 2))
     for content in ('{"a": ["../.."]}', '{"a": ["/etc"]}', '{"a": [""]}', "[]", "{"):
@@ -281,8 +239,3 @@ def test_nothing_is_removed_in_a_store_and_convert_leaves_tensors_out(
     found = dc.Checkpoint.open(tmp_path / "c")
     assert set(found) == set(kept)
     assert all(torch.equal(found[key][...], kept[key]) for key in kept)
-
-
-def test_a_manager_of_a_run_in_a_store_refuses_to_drop_the_optimizer() -> None:
-    with pytest.raises(UnsupportedFormatError, match="drop_optimizer_after"):
-        dc.CheckpointManager(new_url(), retention=Retention(drop_optimizer_after=1))

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from dist_checkpointing import CheckpointManager, save
 from dist_checkpointing.filesystem import FolderLock, Holder, Kind, ObjectPath
 from dist_checkpointing.format import StoreAttempt
 from dist_checkpointing.manager import Retention
-from dist_checkpointing.tools import ls as following
-from faults import commits_waiting, counted_requests
+from faults import counted_requests
 from samples import Run, Samples
 from states import at_step, trained, wholes
 from stores import data_url, new_url, put
@@ -241,14 +239,6 @@ def test_folders_of_runs_and_of_checkpoints(tmp_path: Path, samples: Samples, dc
     assert "it holds checkpoints: model_fsdp" in dckpt("ls", tmp_path / "accelerate").err
 
 
-def test_numbers_of_something_else_are_no_steps(tmp_path: Path, dckpt: Run) -> None:
-    """As in the folder of the demo: "again-2" was saved by two ranks."""
-    for name in ("again-2", "again-4", "checkpoint"):
-        save(at_step(1), tmp_path / "demo" / name)
-    assert [*listed(dckpt, tmp_path / "demo")] == ["again-2", "again-4", "checkpoint"]
-    assert dckpt("ls", tmp_path / "demo").out.endswith(", none is numbered\n")
-
-
 def test_a_run_without_steps(tmp_path: Path, dckpt: Run) -> None:
     root = tmp_path / "run"
     root.mkdir()
@@ -263,6 +253,10 @@ def test_folders_of_one_number_are_all_listed(tmp_path: Path, dckpt: Run) -> Non
     for name in ("bert-2", "gpt-2", "gpt-3"):
         save(at_step(1), tmp_path / "models" / name)
     assert [*listed(dckpt, tmp_path / "models")] == ["gpt-2", "2", "3"]
+    for name in ("again-2", "again-4", "checkpoint"):  # as in the demo: saved by two ranks
+        save(at_step(1), tmp_path / "demo" / name)
+    assert [*listed(dckpt, tmp_path / "demo")] == ["again-2", "again-4", "checkpoint"]
+    assert dckpt("ls", tmp_path / "demo").out.endswith(", none is numbered\n")
     root = managed(tmp_path / "run", 2, 3)
     save(at_step(1), root / "backup-2")
     (root / "step-7").symlink_to(root / "step-7")  # a link to itself is none
@@ -324,33 +318,3 @@ def test_a_folder_of_a_store_that_is_no_run(dckpt: Run) -> None:
     ended = dckpt("ls", url)
     assert ended.code == 2
     assert "is not a distributed checkpoint" in ended.err
-
-
-def test_following_a_save_into_a_store(dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = managed(new_url(), 1)
-    may_commit, looks, more_looks = threading.Event(), iter(range(3)), iter(range(3))
-
-    def pause() -> None:
-        time.sleep(0.01)
-        if next(looks, None) is None:
-            may_commit.set()
-            if not saver.is_alive() and next(more_looks, None) is None:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(following, "_pause", pause)
-    step = f"{url}/step-00000002"
-    claims = ObjectPath.of(step) / ".dckpt/claims"
-    saver = threading.Thread(target=save, args=(at_step(2), step))
-    with commits_waiting(may_commit):
-        saver.start()
-        while not claims.store.list_folder(claims.prefix)[1]:
-            assert saver.is_alive()
-        followed = dckpt("ls", url, "--follow")
-        saver.join()
-    assert (followed.code, followed.err) == (130, "")
-    title, begun, ended = followed.out.splitlines()[-3:]
-    assert title == f"{url}: waiting for saves; Ctrl-C ends"
-    assert begun.startswith(f"2: being saved by process {os.getpid()} on {os.uname().nodename}")
-    assert ended.startswith("2: whole, ")
-    assert ", saved in " in ended
-    assert dckpt("ls", f"{url}@2", "--follow").out.startswith("step-00000002: whole, ")

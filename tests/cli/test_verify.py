@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_checkpointing import ShardedObject, save
+from dist_checkpointing import ShardedObject, UnsupportedFormatError, save, verify_checkpoint
 from samples import Run, Sample, Samples
 
 
@@ -30,6 +30,7 @@ VICTIMS = {
     "zarr-2-zstd": ("uneven/piece.2.0/c.0.0", "uneven"),
     "tensorstore": ("manifest.ocdbt", None),
     "mc0.15.3_torch_dist": ("__0_0.distcp", "uneven"),
+    "mc0.12.0_zarr": ("fc.weight/0.1", "fc.weight"),
     "mc0.15.3_zarr": ("rng_state/shard_0.1_1.pt", "rng_state"),
 }
 
@@ -61,6 +62,9 @@ def test_what_needs_trust(tmp_path: Path, dckpt: Run) -> None:
     assert "not read, because it holds more than plain data types" in finished.out
     assert "Stranger" in finished.out
     assert "not read" not in dckpt("verify", tmp_path / "c", "--trusted").out
+    with pytest.raises(UnsupportedFormatError, match="Stranger"):
+        verify_checkpoint(tmp_path / "c")
+    verify_checkpoint(tmp_path / "c", trusted=True)
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,7 @@ def test_a_slice_in_one_chunk_takes_no_plan(
         patched.setattr(partial_reads, "read", None)
         for place in (slice(0, 3), slice(3, 5), 4, (slice(0, 2), slice(7, 9)), (4, 63)):
             assert_same_bits(handle[place], full[place], "w")
+        assert_same_bits(handle[0, 5:50:7], full[0, 5:50:7], "a run of a row")
     assert_same_bits(handle[1:5], full[1:5], "w")
     found = (tmp_path.rglob(name) for name in ("1.0", "c.1.0", "*.distcp", "data/model/*"))
     (path,) = (path for paths in found for path in paths)

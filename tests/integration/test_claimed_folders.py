@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,7 @@ from dist_checkpointing.strategies import (
 )
 from dist_checkpointing.testing import run_ranks
 from faults import strange_flock
-from scripts import run_fresh
 from states import BACKEND, assert_at_step, shard, trained
-
-LOCAL_FOLDER = "dist_checkpointing.filesystem.local_folder"
 
 
 def assert_sound(folder: Path, step: int) -> None:
@@ -59,61 +54,6 @@ def test_a_save_and_a_removal_keep_each_other_out(tmp_path: Path) -> None:
     assert_sound(tmp_path, 1)
 
 
-_REFUSING = """
-#define _GNU_SOURCE
-#include <errno.h>
-#include <fcntl.h>
-#include <stdarg.h>
-#include <dlfcn.h>
-
-static int refused(int operation) {
-    return operation == F_OFD_SETLK || operation == F_OFD_SETLKW || operation == F_SETLK
-        || operation == F_SETLKW;
-}
-
-int flock(int file, int operation) { (void)file; (void)operation; errno = ENOSYS; return -1; }
-
-#define DEFINE(name)                                                    \
-    int name(int file, int operation, ...) {                            \
-        va_list arguments;                                              \
-        va_start(arguments, operation);                                 \
-        void *argument = va_arg(arguments, void *);                     \
-        va_end(arguments);                                              \
-        if (refused(operation)) { errno = ENOSYS; return -1; }          \
-        int (*real)(int, int, ...) = dlsym(RTLD_NEXT, #name);           \
-        return real(file, operation, argument);                         \
-    }
-DEFINE(fcntl)
-DEFINE(fcntl64)
-"""
-_SCRIPT = """
-import sys, torch
-from dist_checkpointing import ShardedTensor, load_plain_tensors, remove_sharded_tensors, save
-state = {k: ShardedTensor.from_rank_offsets(k, torch.ones(1000, 300)) for k in ("w", "optimizer")}
-folder, backend = sys.argv[1:]
-for step in range(2):
-    save(state | {"step": step}, folder, backend, overwrite=step > 0)
-remove_sharded_tensors(folder, "optimizer")
-print(sorted(load_plain_tensors(folder)))
-"""
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
-def test_no_library_below_needs_a_lock_of_the_file_system(tmp_path: Path, backend: str) -> None:
-    """TensorStore locks files by itself, which Lustre without ``flock`` refuses as well."""
-    (tmp_path / "refusing.c").write_text(_REFUSING)
-    library = tmp_path / "refusing.so"
-    build = f"cc -shared -fPIC -o {library} {tmp_path / 'refusing.c'} -ldl"
-    subprocess.run(build.split(), check=True, timeout=60)
-    done = run_fresh(
-        "-c", _SCRIPT, tmp_path / "c", backend, environment={"LD_PRELOAD": str(library)}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "['step', 'w']"
-    assert done.stderr.count("no flock") == 1
-
-
 def test_ranks_with_more_threads_than_rank_0_leave_nothing_that_nobody_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,28 +81,6 @@ def test_ranks_with_more_threads_than_rank_0_leave_nothing_that_nobody_names(
 
 
 # Leftovers.
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b'{"zarr_format": 3}', None], ids=repr)
-def test_metadata_that_a_killed_save_cut_off_is_not_looked_into(
-    tmp_path: Path, content: bytes | None
-) -> None:
-    def damage(folder: Path) -> None:
-        path = folder / "w/.zarray"
-        if content is None:
-            path.unlink()
-        else:
-            path.write_bytes(content)
-
-    folder = tmp_path / "c"
-    dc.save(trained(1), folder, ("zarr", 1))
-    damage(folder)
-    dc.save(trained(2), folder, ("zarr", 1), overwrite=True)
-    assert_sound(folder, 2)
-    (folder / "metadata.json").unlink()
-    damage(folder)
-    dc.save(trained(3), folder, ("zarr", 1))
-    assert_sound(folder, 3)
 
 
 def test_an_array_of_another_program_is_not_taken_for_ours(tmp_path: Path) -> None:

@@ -1,17 +1,12 @@
 """A conversion gives no new checksums to what is damaged."""
 
-import itertools
 import shutil
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
 import dist_checkpointing as dc
 import samples
@@ -19,21 +14,11 @@ from damage import flip, place_of
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.format import (
     CHECKSUMS_NAME,
-    Box,
-    StoredPart,
-    StoredTensor,
-    checksum,
-    dtypes,
 )
 from dist_checkpointing.planning import Drop, Recipe
-from dist_checkpointing.storage import Checksum, StorageOptions
-from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.tools.convert import ConvertOptions, convert
-from dist_checkpointing.tools.convert.source import PartChecks
 from dist_checkpointing.tools.values import Budget
 from samples import Run, Sample, Samples
-from states import wholes
-from tilings import tilings
 
 BACKENDS = [name for name in samples.BACKENDS if name != "zarr-2-zstd"]
 TARGETS = ["tensorstore", "zarr:1", "torch_dist", "safetensors", "torch_file"]
@@ -81,19 +66,6 @@ def test_a_flipped_bit_is_found_wherever_it_is(
         shutil.rmtree(damaged)
         out = tmp_path / "out"
         shutil.rmtree(out) if out.is_dir() else out.unlink()
-
-
-@pytest.mark.parametrize("source", BACKENDS)
-def test_without_verification_it_is_converted_as_it_is(
-    samples: Samples, source: str, tmp_path: Path
-) -> None:
-    damaged = damaged_copy(samples(source), tmp_path / "source", SOME_OF["decoder.weight"])
-    options = ConvertOptions(memory_bytes=8 * 2**30, verify=False)
-    done = convert(damaged, tmp_path / "out", options=options)
-    assert (done.verified_bytes, done.not_verified) == (0, "verification was turned off")
-    dc.verify_checkpoint(tmp_path / "out")
-    loaded = dc.load_plain_tensors(tmp_path / "out")
-    assert (loaded["decoder.weight"] != FULL["decoder.weight"]).sum() == 1
 
 
 @pytest.mark.parametrize(
@@ -152,14 +124,6 @@ def test_damaged_common_state_does_not_travel_along(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_source_without_checksums_is_said(tmp_path: Path) -> None:
-    strategy = Zarr3SaveShardedStrategy(options=StorageOptions(checksum=Checksum.NONE))
-    dc.save(wholes(FULL), tmp_path / "source", strategy)
-    done = convert(tmp_path / "source", tmp_path / "out", "tensorstore", options=ROOMY)
-    assert (done.verified_bytes, done.not_verified) == (0, "the source keeps no checksums")
-    assert dc.Checkpoint.open(tmp_path / "out").keys() == FULL.keys()
-
-
 def test_the_command_says_what_was_verified(samples: Samples, tmp_path: Path, dckpt: Run) -> None:
     source = samples("tensorstore").folder
     plain = dckpt("convert", source, tmp_path / "a", "--to", "torch_file", code=0).out
@@ -176,60 +140,3 @@ def test_the_command_says_what_was_verified(samples: Samples, tmp_path: Path, dc
 
 
 # Any parts, read in any boxes, in any order, from several threads.
-
-
-@st.composite
-def cuts(draw: st.DrawFn, extent: int) -> list[int]:
-    inner = draw(st.sets(st.integers(1, max(1, extent - 1)), max_size=4))
-    return [0, *sorted(cut for cut in inner if cut < extent), extent]
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[Box, Any]], list[Box]]:
-    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
-    parts: list[tuple[Box, Any]] = []
-    for box in draw(tilings(Box.whole(shape))):
-        size = box.num_elements
-        if draw(st.booleans()):
-            parts += [(box, flat) for flat in itertools.pairwise(draw(cuts(size)))]
-        else:
-            parts.append((box, None))
-    return shape, parts, draw(st.permutations(draw(tilings(Box.whole(shape)))))
-
-
-@given(cases(), st.integers(0, 10**6), st.booleans(), st.integers(1, 64))
-def test_any_parts_are_found_in_whatever_is_read(
-    case: tuple[tuple[int, ...], list[tuple[Box, Any]], list[Box]],
-    place: int,
-    damaged: bool,
-    most_bytes: int,
-) -> None:
-    shape, pieces, reads = case
-    full = torch.arange(1, 1 + Box.whole(shape).num_elements, dtype=torch.int32).reshape(shape)
-    parts = []
-    for box, flat in pieces:
-        values = full[box.slices()].reshape(-1)
-        values = values if flat is None else values[slice(*flat)]
-        parts.append(StoredPart("w", box, flat, checksum(values.contiguous().numpy()), 0))
-    stored = full.clone()
-    if damaged:
-        stored.reshape(-1)[place % full.numel()] += 1
-
-    def read(wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        return [stored[box.slices()].contiguous() for _, box in wanted]
-
-    tensor = StoredTensor("w", dtypes.from_name("int32"), shape, shape)
-    checks = PartChecks({"w": parts}, {"w": tensor}, read, lambda part: str(part.box))
-    checks.most_bytes = max(4, most_bytes)
-
-    def compare(box: Box) -> int:
-        try:
-            checks.read([("w", box)])
-        except dc.CorruptCheckpointError as error:
-            return len(error.findings)
-        return 0
-
-    with ThreadPoolExecutor(3) as pool:
-        found = sum(pool.map(compare, reads))
-    assert found == int(damaged)
-    assert checks.num_bytes == full.nbytes

@@ -244,7 +244,7 @@ def test_everything_that_does_not_fit_is_reported_at_once(tmp_path: Path) -> Non
                 "shape": shard("shape", torch.empty(4, 5)),
                 "axes": shard("axes", torch.empty(12)),
                 "dtype": shard("dtype", torch.empty(4, 3).half()),
-                "deep": [{"down": shard("unknown", torch.empty(1))}],
+                "deep": [{"down": shard("shapes", torch.empty(1))}],
             }
         dc.load(template, tmp_path, comm=comm)
 
@@ -253,7 +253,8 @@ def test_everything_that_does_not_fit_is_reported_at_once(tmp_path: Path) -> Non
         "'shape': global shape differs; expected (4, 5); found (4, 3); rank 1",
         "'axes': global shape differs; expected (12,); found (4, 3); rank 1",
         "'dtype': dtype differs; expected torch.float16; found torch.float32; rank 1",
-        "'unknown': not in the checkpoint",
+        "'shapes': not in the checkpoint",
+        "did you mean 'shape' or",
         "state_dict['deep'][0]['down']",
         "cast=",
         "strict=",

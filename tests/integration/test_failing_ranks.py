@@ -20,7 +20,6 @@ from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.filesystem import LOCK_NAME
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner
 from dist_checkpointing.strategies import (
-    SaveShardedStrategy,
     TorchCommonSaveStrategy,
     Zarr3LoadShardedStrategy,
     Zarr3SaveShardedStrategy,
@@ -166,55 +165,38 @@ def each_step(steps: list[tuple[str, int]]) -> pytest.MarkDecorator:
 
 
 @each_step(BEFORE_CLAIM + AFTER_CLAIM)
-def test_all_ranks_raise_the_same_and_the_folder_is_free_again(
+def test_all_ranks_raise_the_same_and_an_old_checkpoint_is_left_or_none(
     tmp_path: Path, version: int, step: str, rank: int
 ) -> None:
-    save_state(tmp_path / "previous", version)
-    before = files_in(tmp_path / "previous")
-    folder = tmp_path / "next"
-    fault = Fault(step, rank)
-    error = the_one_error(RANKS, lambda comm: save_with(fault, folder, version, comm))
-
+    """In a new folder, and in one with a checkpoint; both are free for the next save."""
+    fault, new, old = Fault(step, rank), tmp_path / "new", tmp_path / "old"
+    error = the_one_error(RANKS, lambda comm: save_with(fault, new, version, comm))
     assert type(error) is dc.RankFailedError
     assert error.ranks == (rank,)
     assert f"failed on rank {rank} of {RANKS}" in str(error)
     assert "No space left on device" in str(error)
     assert f"Traceback on rank {rank}" in str(error)
     assert "fault.at(" in str(error)
-
-    assert not dc.check_is_distributed_checkpoint(folder)
     with pytest.raises(dc.CheckpointNotFoundError):
-        dc.load({}, folder)
-    left = [name for name in files_in(folder) if name != ".dckpt/attempt.json"]
-    assert left == [], "what was written is removed"
+        dc.load({}, new)
+    assert {*files_in(new)} <= {".dckpt/attempt.json"}, "what was written is removed"
 
-    assert files_in(tmp_path / "previous") == before
-    check_state(tmp_path / "previous")
-    save_state(folder, version, name="second", factor=2.0)
-    check_state(folder, name="second", factor=2.0)
-    assert not [name for name in files_in(folder) if "failed" in name]
-
-
-@each_step(BEFORE_CLAIM + AFTER_CLAIM)
-def test_a_failed_overwrite_leaves_the_old_checkpoint_or_none(
-    tmp_path: Path, version: int, step: str, rank: int
-) -> None:
     version = 3 - version
-    save_state(tmp_path, version)
-    (tmp_path / "notes.txt").write_text("mine")
-    before = files_in(tmp_path)
-    the_one_error(
-        RANKS, lambda comm: save_with(Fault(step, rank), tmp_path, version, comm, overwrite=True)
-    )
+    save_state(old, version)
+    (old / "notes.txt").write_text("mine")
+    before = files_in(old)
+    the_one_error(RANKS, lambda comm: save_with(fault, old, version, comm, overwrite=True))
     if (step, rank) in BEFORE_CLAIM:
-        assert files_in(tmp_path) == before
-        check_state(tmp_path)
+        assert files_in(old) == before
+        check_state(old)
         return
-    assert not dc.check_is_distributed_checkpoint(tmp_path)
-    assert set(files_in(tmp_path)) <= {".dckpt/attempt.json", "notes.txt"}
-    save_state(tmp_path, version, name="second", factor=3.0)
-    check_state(tmp_path, name="second", factor=3.0)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert not dc.check_is_distributed_checkpoint(old)
+    assert {*files_in(old)} <= {".dckpt/attempt.json", "notes.txt"}
+    for folder in (new, old):
+        save_state(folder, version, name="second", factor=3.0)
+        check_state(folder, name="second", factor=3.0)
+        assert not [name for name in files_in(folder) if "failed" in name]
+    assert (old / "notes.txt").read_text() == "mine"
 
 
 @BACKEND
@@ -434,7 +416,7 @@ def noted_waits(monkeypatch: pytest.MonkeyPatch, body: Callable[[Comm], object])
     return waits
 
 
-def test_a_save_waits_for_other_ranks_no_more_often_than_it_must(
+def test_ranks_wait_for_each_other_no_more_often_than_they_must(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of these is a wait for the slowest of thousands of ranks.
@@ -444,55 +426,35 @@ def test_a_save_waits_for_other_ranks_no_more_often_than_it_must(
     """
     caches = [dc.PlanCache() for _ in range(RANKS)]
 
-    def plain(comm: Comm) -> None:
-        save(state(comm.rank), tmp_path / "plain", comm=comm)
+    def with_zarr1(comm: Comm) -> None:
+        save(state(comm.rank), tmp_path / "zarr1", ("zarr", 1), comm=comm)
+
+    def behind(comm: Comm) -> None:
+        dc.async_save(state(comm.rank), tmp_path / "behind", comm=comm).result()
+
+    def loaded(comm: Comm) -> None:
+        dc.load(state(comm.rank), tmp_path / "behind", comm=comm)
 
     def cached(comm: Comm) -> None:
         folder = tmp_path / "cached"
         save(state(comm.rank), folder, comm=comm, plan_cache=caches[comm.rank], overwrite=True)
 
     waits = [BROUGHT, PLANNED, CLAIMED, WRITTEN, COMMITTED]
-    assert noted_waits(monkeypatch, plain) == waits
-    assert noted_waits(monkeypatch, cached) == waits
-    assert noted_waits(monkeypatch, cached) == waits
+    for body in (with_zarr1, cached, cached):
+        assert noted_waits(monkeypatch, body) == waits
     # One rank has forgotten the plan that the others would use again.
     caches[1] = dc.PlanCache()
     assert noted_waits(monkeypatch, cached) == [BROUGHT, *waits]
-
-
-def test_other_saves_wait_no_more_often_than_they_must(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def behind(comm: Comm) -> None:
-        dc.async_save(state(comm.rank), tmp_path / "behind", comm=comm).result()
-
-    def with_zarr1(comm: Comm) -> None:
-        save(state(comm.rank), tmp_path / "zarr1", ("zarr", 1), comm=comm)
-
-    def by_others(comm: Comm) -> None:
-        class Foreign(SaveShardedStrategy):
-            def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-                del sharded_state_dict, checkpoint_dir
-
-        save(state(comm.rank), tmp_path / "others", Foreign("foreign", 1), comm=comm)
-
-    def different(comm: Comm) -> None:
-        save(state(comm.rank) | {"seed": comm.rank}, tmp_path / "different", comm=comm)
-
-    copied, secured = "'copying the state'", "'claiming the folder'"
-    waits = noted_waits(monkeypatch, behind)
-    assert waits[:4] == ["broadcasting a value", BROUGHT, PLANNED, CLAIMED]
+    before = noted_waits(monkeypatch, behind)
+    assert before[:4] == ["broadcasting a value", *waits[:3]]
     # From here on there is a thread beside the caller's.
-    assert sorted(waits[4:]) == sorted([copied, secured, WRITTEN, COMMITTED])
-    waits = [BROUGHT, PLANNED, CLAIMED, WRITTEN, COMMITTED]
-    assert noted_waits(monkeypatch, with_zarr1) == waits
-    common = "'writing the common state'"
-    assert noted_waits(monkeypatch, by_others) == [*waits[:3], common, *waits[3:]]
-    compared = "comparing the common state"
-    assert noted_waits(monkeypatch, different) == [
-        BROUGHT,
-        *(f"'{compared}'", compared, f"'{compared}', passing values"),
-        *waits[1:],
+    rest = ["'copying the state'", "'claiming the folder'", *waits[3:]]
+    assert sorted(before[4:]) == sorted(rest)
+    assert noted_waits(monkeypatch, loaded) == [
+        *("'opening the checkpoint'", "comparing a number"),
+        *("'reading the index'", "reading the index"),
+        *("'comparing template and checkpoint'", "'planning the load'", "'reading'"),
+        "'rebuilding the state dict', passing values",
     ]
 
 

@@ -57,25 +57,6 @@ def state(comm: Comm, *, blank: bool = False, cuts: str = "rows") -> dict[str, A
     }
 
 
-def prints(count: int, **options: Any) -> dict[str, str]:
-    found = run_ranks(count, lambda comm: dc.fingerprint(state(comm, **options), comm=comm))
-    assert all(own == found[0] for own in found)
-    return {key: text for key, text in found[0].items() if key != "layers"}
-
-
-def test_layout_does_not_matter() -> None:
-    whole = prints(1)
-    for count, cuts in ((2, "rows"), (4, "flat"), (3, "uneven"), (5, "columns"), (6, "flat")):
-
-        def weight(comm: Comm, cuts: str = cuts) -> dict[str, str]:
-            return dc.fingerprint({"w": state(comm, cuts=cuts)["w"]}, comm=comm)
-
-        found = run_ranks(count, weight)
-        assert found == [{"w": whole["w"]}] * count
-    assert prints(4) == whole
-    assert len(set(whole.values())) == 5
-
-
 @BACKEND
 def test_checkpoint_has_those_of_the_state(tmp_path: Path, backend: tuple[str, int]) -> None:
     keeps = backend in (("tensorstore", 1), ("zarr", 2))

@@ -3,7 +3,6 @@
 The GPU is a stand-in: tensors in memory that numpy may not reach, copied as if by a device.
 """
 
-import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 import dist_checkpointing as dc
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.storage import Checksum, StorageOptions, staging
-from dist_checkpointing.storage.staging import DeviceBlocks, HostBlocks
 from dist_checkpointing.strategies import (
     PlannedLoadStrategy,
     PlannedSaveStrategy,
@@ -127,24 +125,6 @@ def test_what_is_on_a_gpu_and_what_is_not(
     assert torch.equal(data, tensors()["large"][50:950, 301:501].double())
 
 
-def test_the_next_block_is_copied_before_one_is_written(
-    tmp_path: Path, device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = torch.randn(1024, 1024)
-    own = os.writev
-
-    def writev(descriptor: int, parts: Any) -> int:
-        if sum(memoryview(part).nbytes for part in parts) == 2**20:  # not one of the small files
-            device.done.append("write")
-        return own(descriptor, parts)
-
-    monkeypatch.setattr(os, "writev", writev)
-    strategy = saver(("tensorstore", 1), buffer_bytes=2**21, threads=2)
-    dc.save({"w": shard("w", device.moved(full))}, tmp_path, strategy)
-    assert device.done == ["copy", "copy", "write", "copy", "write", "copy", "write", "write"]
-    assert torch.equal(dc.Checkpoint.open(tmp_path)["w"][:], full)
-
-
 @pytest.mark.parametrize("backend", [("tensorstore", 1), ("torch_dist", 1)])
 def test_copies_stay_within_the_buffers(
     tmp_path: Path, backend: tuple[str, int], device: StandIn, monkeypatch: pytest.MonkeyPatch
@@ -173,39 +153,6 @@ def test_copies_stay_within_the_buffers(
     assert peak("c", device.moved(full)) < in_place + 2**18
     assert 0 < sum(allocated) <= 2**20
     assert torch.equal(dc.Checkpoint.open(tmp_path / "c")["w"][:], full)
-
-
-def test_a_block_is_released_before_it_is_used_again(device: StandIn) -> None:
-    released: list[list[tuple[int, torch.Tensor]]] = []
-    given: list[tuple[int, torch.Tensor]] = []
-
-    def release() -> None:
-        # What was given is as it was until now.
-        for number, block in given:
-            assert (block == number).all()
-        released.append(given.copy())
-        given.clear()
-
-    sources = [device.moved(torch.full((300,), float(number))) for number in range(50)]
-    for number, block in HostBlocks(2 * 4096, release).of(sources):
-        given.append((number, block))
-    release()
-    assert sum(map(len, released)) == 50
-    assert max(map(len, released)) <= 2 * 3
-
-
-def test_an_error_in_a_read_leaves_no_copy_under_way() -> None:
-    blocks, target = DeviceBlocks(2 * 4096), torch.zeros(8)
-
-    def read(block: torch.Tensor) -> None:
-        block.fill_(1)
-
-    def fail(_: torch.Tensor) -> None:
-        raise EOFError("cut off")
-
-    with pytest.raises(EOFError, match="cut off"):
-        blocks.fill([(target, read), (target, fail)], target.dtype)
-    assert (target == 1).all()
 
 
 @pytest.mark.parametrize("backend", [("tensorstore", 1), ("zarr", 2), ("zarr", 1)])

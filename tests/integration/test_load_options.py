@@ -1,24 +1,19 @@
 """What load and the small readers do when asked: cast, strict, validation, removal."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import zarr
 from torch.utils._pytree import tree_leaves
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import the_one_error
 from states import (
     FORMAT,
-    at_step,
-    between,
     counted_cell as cell,
     counted_rows as rows,
     save_on,
@@ -98,15 +93,6 @@ def test_raise_all_is_about_keys_that_no_rank_asks_for(saved: Path) -> None:
         return set(dc.load(template, saved, strict="raise_all", comm=comm))
 
     assert run_ranks(2, load_rank) == [{"unasked", "object", "step"}, {"tensor", "step"}]
-
-
-def test_a_missing_key_names_near_ones(saved: Path) -> None:
-    template = {"w": shard("tensr", torch.empty(2, 3))}
-    error = the_one_error(2, lambda comm: dc.load(template, saved, comm=comm))
-    assert type(error) is dc.StateMismatchError
-    (finding,) = error.findings
-    assert finding.key == "tensr"
-    assert "did you mean 'tensor'?" in finding.problem
 
 
 def test_tensors_that_nobody_asks_for_are_counted_once(
@@ -278,56 +264,6 @@ def test_content_metadata_comes_back(tmp_path: Path, content: Any) -> None:
 # Removal.
 
 
-def removable(rank: int, count: int = 2) -> dict[str, Any]:
-    return {
-        "w": rows("model.w", rank, count),
-        "a": rows("optimizer.state.avg", rank, count),
-        "u": between("optimizer.uneven", torch.ones(4), *((0, 1), (1, 4))[rank]),
-        "n": rows("optimizer", rank, count),
-        "d": rows("optimizer/deep", rank, count),
-        "x": rows("opt", rank, count),
-        "o": [cell("optimizer/extra", rank, count), cell("optimizer/deep/x", rank, count)],
-        "r": cell("optimizer.state.avg.object", rank, count),
-        "step": 3,
-    }
-
-
-@pytest.mark.parametrize("strategy", [("zarr", 1), Zarr3SaveShardedStrategy(codec="zstd")])
-def test_tensors_are_removed_by_prefix_and_all_else_stays(tmp_path: Path, strategy: Any) -> None:
-    save_on(2, lambda comm: removable(comm.rank), tmp_path, strategy)
-    (tmp_path / "notes.txt").write_text("mine")
-    objects = {k for k, v in dc.load_sharded_metadata(tmp_path).items() if "shard_" in k and v}
-    assert len(objects) == 6
-    run_ranks(2, lambda comm: dc.remove_sharded_tensors(tmp_path, "optimizer", comm=comm))
-    assert set(dc.load_sharded_metadata(tmp_path)) == {"model.w", "opt"} | objects
-    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("[!.]*/**/*.*")}
-    assert {f for f in files if not f.startswith(("model.w/", "opt/"))} == {
-        f"{name}.pt" for name in objects
-    }
-    assert (tmp_path / "notes.txt").exists()
-
-    def load_rank(comm: Comm) -> None:
-        kept = {k: v for k, v in removable(comm.rank).items() if k in "wxor"}
-        loaded: Any = dc.load(kept, tmp_path, strict="raise_all", comm=comm)
-        assert torch.equal(loaded["w"], rows("", comm.rank, 2).data)  # type: ignore[arg-type]
-        assert loaded["o"] == [{"rank": comm.rank}] * 2
-        assert loaded["r"] == {"rank": comm.rank}
-        assert loaded["step"] == 3
-
-    run_ranks(2, load_rank)
-    error = the_one_error(2, lambda comm: dc.load(removable(comm.rank), tmp_path, comm=comm))
-    assert "'optimizer.uneven': not in the checkpoint" in str(error)
-    if strategy == ("zarr", 1):
-        return
-    assert set(zarr.open_group(str(tmp_path), mode="r").keys()) == {"model.w", "opt"}
-    index = json.loads((tmp_path / ".dckpt" / "index.json").read_text())
-    assert (set(index["keys"]), index["pieces"]) == ({"model.w", "opt"}, {})
-    (tmp_path / ".dckpt" / "index.json").unlink()
-    assert set(dc.load_tensors_metadata(tmp_path)) == {"model.w", "opt"}
-    dc.remove_sharded_tensors(tmp_path, "opt")
-    assert set(dc.load_tensors_metadata(tmp_path)) == {"model.w"}
-
-
 @FORMAT
 def test_an_object_below_a_removed_tensor_survives_whatever_its_name(
     tmp_path: Path, file_format: Format
@@ -340,22 +276,6 @@ def test_an_object_below_a_removed_tensor_survives_whatever_its_name(
     assert dc.load(dict(objects), tmp_path) == {key: {"rank": 0} for key in names}
 
 
-@FORMAT
-def test_removal_of_all_or_nothing_leaves_a_checkpoint(tmp_path: Path, file_format: Format) -> None:
-    dc.save({"a": rows("a"), "b": rows("b"), "step": 1}, tmp_path, file_format)
-    for prefix, left in (("nothing", {"a", "b"}), ("a", {"b"}), ("a", {"b"}), ("", set())):
-        dc.remove_sharded_tensors(tmp_path, prefix)
-        assert set(dc.load_plain_tensors(tmp_path)) == left | {"step"}
-
-
-def test_the_lock_folders_of_megatron_do_not_hinder_removal(tmp_path: Path) -> None:
-    dc.save({"a": rows("a"), "b": rows("b")}, tmp_path, ("zarr", 1))
-    (tmp_path / "a.sync").mkdir()
-    (tmp_path / "a.sync" / ".zarray").touch()
-    dc.remove_sharded_tensors(tmp_path, "a")
-    assert set(dc.load_tensors_metadata(tmp_path)) == {"b"}
-
-
 def test_another_number_of_axes_is_no_mismatch_that_is_allowed(tmp_path: Path) -> None:
     dc.save({"w": shard("w", torch.ones(4, 2))}, tmp_path)
     for shape in ((8,), (4, 2, 1)):
@@ -364,31 +284,3 @@ def test_another_number_of_axes_is_no_mismatch_that_is_allowed(tmp_path: Path) -
             dc.load({"w": leaf}, tmp_path)
         assert leaf.data is not None
         assert not leaf.data.any()
-
-
-def test_a_load_agrees_no_more_often_than_it_must(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each agreement is a wait for the slowest of thousands of ranks."""
-    run_ranks(2, lambda comm: dc.save(at_step(1, comm), tmp_path / "c", comm=comm))
-    steps: list[str] = []
-
-    def noting(call: Any) -> Any:
-        def noted(self: Comm, step: str, *args: Any, **options: Any) -> Any:
-            if self.rank == 0:
-                steps.append(step)
-            return call(self, step, *args, **options)
-
-        return noted
-
-    for name in ("agree", "exchange", "to_rank0"):
-        monkeypatch.setattr(Comm, name, noting(getattr(Comm, name)))
-    run_ranks(2, lambda comm: dc.load(at_step(0, comm), tmp_path / "c", comm=comm))
-    assert steps == [
-        "opening the checkpoint",
-        "reading the index",
-        "comparing template and checkpoint",
-        "planning the load",
-        "reading",
-        "rebuilding the state dict",
-    ]

@@ -51,6 +51,7 @@ from dist_checkpointing.testing import run_ranks
 from states import BACKEND, assert_holds, between, rows, shard, wholes
 
 FULL = torch.arange(48.0).reshape(8, 6)
+KEYS = ("rows", "uneven", "whole")
 
 
 # --- the writer and the reader --------------------------------------------------------------------
@@ -224,6 +225,8 @@ class OwnLoadPlanner(LoadPlanner):
         assert is_coordinator == (rank == 0)
         self.state_dict = {leaf.key: leaf for leaf in state_dict.values()}
         self.metadata = metadata
+        # Also of what other ranks ask for.
+        assert metadata.state_dict_metadata.keys() >= {*KEYS}
 
     def build_local_plan(self) -> LoadPlan:
         items = []
@@ -286,12 +289,11 @@ def state_of(comm: Comm) -> dict[str, Any]:
 
 def check_template(comm: Comm, folder: Path, strategy: Any, **options: Any) -> None:
     columns = FULL.chunk(comm.world_size, 1)[comm.rank]
-    template = {
-        key: rows(key, torch.zeros(8, 6), comm, axis=1) for key in ("rows", "uneven", "whole")
-    }
+    keys = [key for number, key in enumerate(KEYS) if number != comm.rank % 3]
+    template = {key: rows(key, torch.zeros(8, 6), comm, axis=1) for key in keys}
     template["rng"] = ShardedObject("rng", None, (1,), (0,))  # type: ignore[assignment]
     found: Any = load(template, folder, strategy, comm=comm, **options)
-    for key in ("rows", "uneven", "whole"):
+    for key in keys:
         assert torch.equal(found[key], columns), key
     assert found["rng"] == {"seed": [1, 2]}
     assert found["step"] == 7

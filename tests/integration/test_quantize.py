@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from hypothesis import given, strategies as st
 
 from dist_checkpointing import (
     Checkpoint,
-    CheckpointingException,
     InvalidShardingError,
     Recipe,
     StateMismatchError,
@@ -166,7 +164,7 @@ def assert_holds(path: Path, expected: Tensors) -> None:
     assert not found
 
 
-@examples(80)
+@examples(50)
 @given(
     case=st.sampled_from(sorted(CASES)),
     cut=st.sampled_from(["rows", "columns", "flat"]),
@@ -182,16 +180,13 @@ def test_any_sharding_is_a_part_of_the_whole(
     check_parts(folder, full, Recipe(*rules), cut=cut, at=at, world_size=world_size, shares=shares)
 
 
-@pytest.mark.parametrize("into_files", [True, False])
 @pytest.mark.parametrize("number", range(len(CASES)), ids=CASES)
-def test_conversions(tmp_path: Path, folder: Path, number: int, *, into_files: bool) -> None:
-    """Of each case into files, and into chunks of another size of another backend."""
+def test_conversions(tmp_path: Path, folder: Path, number: int) -> None:
+    """Of each case into files, or into chunks of another size of another backend."""
     rules, full = [*CASES.values()][number]
-    to = (
-        "safetensors" if into_files else ["tensorstore", "zarr:1", "zarr", "torch_dist"][number % 4]
-    )
+    to = ["safetensors", "tensorstore", "zarr:1", "zarr", "torch_dist"][number % 5]
     reshard = f"axis=0,parts={1 + 5 * number};axis=1,parts={1 + number}"
-    options = ConvertOptions(reshard=[] if into_files else [reshard], lossy=True)
+    options = ConvertOptions(reshard=[reshard] if number % 5 else [], lossy=True)
 
     def on_rank(comm: Comm) -> None:
         convert(folder, tmp_path / "m", to, options=options, recipe=Recipe(*rules), comm=comm)
@@ -375,20 +370,6 @@ def test_recipes_in_files_and_what_they_say(tmp_path: Path, folder: Path) -> Non
     assert (made.left_out, made.cut) == ([], {})
     rules = [Resize("up.weight", size=35), QUANTIZE]
     assert preview_recipe(Recipe(*rules), folder).cut == {"up.weight": (35 * 45, 70 * 45)}
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: Quantize("w", block=[0, 1]), "block must be"),
-        (lambda: Quantize("w", block=128), "must be a list"),  # type: ignore[arg-type]
-        (lambda: Dequantize(block=128), "must be a list"),  # type: ignore[arg-type]
-        (lambda: Dequantize(dtype="int8"), "int8"),
-    ],
-)
-def test_options_that_do_not_exist(make: Callable[[], Rule], text: str) -> None:
-    with pytest.raises(CheckpointingException, match=text):
-        make()
 
 
 def test_what_does_not_fit(folder: Path) -> None:

@@ -1,16 +1,17 @@
-"""Quantized tensors, dequantized while they are read. The oracles are torch's reader and torch."""
+"""Quantized tensors, dequantized while they are read. The oracle goes block by block.
+
+That transformers makes the same of its models: tests/trainers/test_hf_models.py.
+"""
 
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
 
 from dist_checkpointing import (
     CorruptCheckpointError,
@@ -97,41 +98,6 @@ def expected(dtype: torch.dtype) -> Tensors:
     return {key: own if key in kept else own.to(dtype) for key, own in VALUES.items()}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_equals_the_reader_of_torch(tmp_path: Path, dtype: torch.dtype) -> None:
-    quantized = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage")
-    tensors = {
-        "a.weight": fp8(300, 200),
-        "a.weight_scale_inv": scales_of(3, 2),
-        "e.up_blocks": octets(3, 10, 4, 16),
-        "e.up_scales": octets(3, 10, 4),
-        "norm": scales_of(7),
-    }
-    folder = written(tmp_path / "hf", tensors)
-    theirs = {
-        "a.weight": torch.empty(300, 200, dtype=dtype),
-        "e.up_blocks": torch.empty(3, 10, 128, dtype=dtype),
-        "norm": torch.empty(7),
-    }
-
-    class Reader(quantized.QuantizedHuggingFaceStorageReader):  # type: ignore[misc, name-defined]
-        def read_metadata(self) -> Any:
-            metadata = super().read_metadata()
-            for own in metadata.state_dict_metadata.values():
-                # It asks for as many elements of MXFP4 as there are groups.
-                own.chunks[0] = replace(own.chunks[0], sizes=own.size)
-            return metadata
-
-    reader = Reader(str(folder), target_dtype=dtype)
-    load_by_torch(theirs, storage_reader=reader, no_dist=True)
-    recipe = Recipe(Dequantize(dtype=str(dtype)), Transpose("e.up", [0, 2, 1]))
-    ours = blanks({key.removesuffix("_blocks"): tensor for key, tensor in theirs.items()})
-    load(ours, folder, recipe=recipe)
-    for key, tensor in theirs.items():
-        assert_same_bits(ours[key.removesuffix("_blocks")].data, tensor, key)
-
-
 def test_blocks_and_scales_of_other_kinds(tmp_path: Path) -> None:
     """Experts in one tensor, powers of two for scales, one scale a row; codes that stay."""
     codes, exponents = fp8(2, 10, 24), octets(2, 5, 3, least=100, most=140)
@@ -173,7 +139,7 @@ CHAINS: dict[str, tuple[list[Rule], Callable[[Tensors], Tensors]]] = {
 }  # fmt: skip
 
 
-@examples(80)
+@examples(50)
 @given(
     chain=st.sampled_from(sorted(CHAINS)),
     cut=st.sampled_from(["rows", "columns", "flat"]),
@@ -227,21 +193,17 @@ def test_what_other_backends_have_stored(tmp_path: Path, backend: Any) -> None:
             assert_same_bits(template[key].data, own.contiguous(), key)
 
 
-@pytest.mark.parametrize("key", ["a.weight", "up"])
-def test_values_are_computed_in_bounded_memory(tmp_path: Path, key: str) -> None:
+def test_values_are_computed_in_bounded_memory(tmp_path: Path) -> None:
     """Codes are read to where their values belong: nothing is as large as they are."""
-    shape, whole = {"a.weight": (4096, 2048), "up": (4, 2048, 1024)}[key], slice(None)
+    shape = (4, 2048, 1024)
     tensors = {
-        "a.weight": fp8(4096, 2048),
-        "a.weight_scale_inv": scales_of(32, 16),
         "up_blocks": octets(4, 1024, 64, 16),
         "up_scales": octets(4, 1024, 64),
     }
     folder = written(tmp_path / "hf", tensors)
     memory = torch.empty(shape, dtype=torch.bfloat16)
-    odd = memory[whole, 1:] if key == "up" else memory[1:]
-    offset = [0, 1, 0] if key == "up" else [1, 0]
-    template = {"own": ShardedTensor.from_offset(key, odd, shape, offset)}
+    odd = memory[:, 1:]
+    template = {"own": ShardedTensor.from_offset("up", odd, shape, [0, 1, 0])}
     with torch.profiler.profile(profile_memory=True) as profiled:
         load(template, folder, recipe=Recipe(Dequantize()))
     allocated = [event.self_cpu_memory_usage for event in profiled.events() or ()]
@@ -287,17 +249,15 @@ def test_conversions_and_files(tmp_path: Path) -> None:
 
 
 def test_a_dequantized_folder_does_not_say_that_it_is_quantized(tmp_path: Path) -> None:
-    """So that transformers reads the values as they are; also by way of another format."""
+    """So that transformers reads the values as they are; by way of another format."""
     folder = written(tmp_path / "hf", STORED)
     config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}, "é": 1.5}
     (folder / "config.json").write_text(json.dumps(config))
     recipe = Recipe(Dequantize(block=BLOCK))
     convert(folder, tmp_path / "zarr", "zarr", recipe=recipe)
     convert(tmp_path / "zarr", tmp_path / "back", "safetensors")
-    convert(folder, tmp_path / "direct", "safetensors", recipe=recipe)
     del config["quantization_config"]
-    for place in (tmp_path / "back", tmp_path / "direct"):
-        assert json.loads((place / "config.json").read_text()) == config
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
     # What stays quantized says so, byte for byte.
     convert(folder, tmp_path / "same", "safetensors")
     same = (tmp_path / "same" / "config.json").read_bytes()

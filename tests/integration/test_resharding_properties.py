@@ -359,7 +359,7 @@ def check_world(
         check_whole(tensors, place)
 
 
-@examples(120)
+@examples(80)
 @given(
     world=worlds(),
     file_format=st.sampled_from([*FORMATS, "tensorstore", "torch_dist"]),
@@ -372,14 +372,6 @@ def test_any_save_grid_loads_into_any_load_grid(
     """TensorStore also reads what the zarr backends have written; planned at once, or in parts."""
     is_read = by_tensorstore and file_format != "torch_dist"
     check_world(file_format, world, "tensorstore" if is_read else None, most_pairs=most_pairs)
-
-
-@examples(40)
-@given(world=worlds(), file_format=st.sampled_from(BACKENDS))
-def test_any_save_grid_loads_from_a_store(
-    file_format: str, world: tuple[int, int, list[Case]]
-) -> None:
-    check_world(file_format, world, in_store=True)
 
 
 @pytest.mark.parametrize("file_format", BACKENDS)

@@ -1,6 +1,5 @@
 """Saves into object stores: what is put, what a reader finds, and what a failed save leaves."""
 
-import json
 import os
 import re
 import signal
@@ -17,12 +16,10 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
-from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import ObjectPath, ObjectStoreOptions, file_writer
-from dist_checkpointing.format import SealedFile, data_folder, read_seal
+from dist_checkpointing.format import data_folder, read_seal
 from dist_checkpointing.storage import StorageOptions
-from dist_checkpointing.strategies import DataFiles, TensorStoreSaveShardedStrategy
-from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from faults import store_requests
 from s3_proxy import Fault, proxy_before
 from stores import new_url
@@ -119,27 +116,6 @@ def test_large_objects_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     require_big(dc.load(big_state(empty=True), url, verify=True))
 
 
-def sharded(rank: int, world_size: int, rows: torch.Tensor) -> dict[str, Any]:
-    own = rows.chunk(world_size)[rank].clone()
-    return {"rows": dc.ShardedTensor.from_rank_offsets("rows", own, (0, rank, world_size))}
-
-
-@pytest.mark.parametrize(
-    ("backend", "saving", "loading"),
-    [("tensorstore", 4, 1), ("tensorstore", 1, 8), ("zarr", 4, 2), ("torch_dist", 4, 8)],
-)
-def test_other_ranks_load_it(saving: int, loading: int, backend: str) -> None:
-    url = new_url()
-    run_ranks(saving, lambda c: dc.save(sharded(c.rank, saving, BIG[:2048]), url, backend, comm=c))
-
-    def read(comm: Comm) -> torch.Tensor:
-        template = sharded(comm.rank, loading, torch.zeros_like(BIG[:2048]))
-        rows: torch.Tensor = dc.load(template, url, comm=comm, verify=True)["rows"]
-        return rows
-
-    assert torch.equal(torch.cat(run_ranks(loading, read)), BIG[:2048])
-
-
 def test_as_many_chunks_are_put_at_a_time_as_the_store_allows() -> None:
     """Each waits for fifteen others."""
     options = ObjectStoreOptions(parallelism=16)
@@ -157,42 +133,6 @@ def test_as_many_chunks_are_put_at_a_time_as_the_store_allows() -> None:
     template = {key: dc.ShardedTensor.from_rank_offsets(key, torch.empty(4, 4)) for key in tensors}
     loaded = dc.load(template, place, verify=True)
     assert all(torch.equal(loaded[key], w) for key, w in tensors.items())
-
-
-def test_a_place_is_saved_to_once(s3_place: ObjectPath) -> None:
-    dc.save({"step": 1}, s3_place)
-    config = s3_place / "metadata.json"
-    assert json.loads(config.store.get(config.key)) == {
-        "sharded_backend": "tensorstore",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
-    with pytest.raises(dc.CheckpointExistsError, match="already holds a checkpoint"):
-        dc.save({"step": 2}, s3_place)
-    assert dc.load({"step": 0}, s3_place) == {"step": 1}
-    dc.save({"step": 2}, s3_place, overwrite=True)
-    assert dc.load({"step": 0}, s3_place) == {"step": 2}
-
-
-def test_an_upload_that_is_given_up_is_aborted(
-    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish = DataFiles.finish
-
-    def fail(files: DataFiles) -> list[SealedFile]:
-        files.flush()
-        while not unfinished_uploads(s3_place):
-            time.sleep(0.01)
-        raise OSError(5, "a cable is cut")
-
-    monkeypatch.setattr(DataFiles, "finish", fail)
-    with pytest.raises(dc.RankFailedError, match="a cable is cut"):
-        dc.save(big_state(), s3_place)
-    assert unfinished_uploads(s3_place) == 0
-    assert not any("data/" in key for key in keys_below(s3_place))
-    monkeypatch.setattr(DataFiles, "finish", finish)
-    dc.save(big_state(), s3_place)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from dist_checkpointing import Checkpoint, ShardedTensor, load, save
 from dist_checkpointing.format import Box
 from dist_checkpointing.mapping import tensor_memory
-from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
+from dist_checkpointing.planning import DefaultLoadPlanner
 from dist_checkpointing.storage import ReadMode, StorageOptions
 from dist_checkpointing.strategies import (
     PlannedLoadStrategy,
@@ -20,7 +20,7 @@ from dist_checkpointing.strategies import (
     get_default_strategy,
 )
 from scripts import run_fresh
-from states import BACKEND, flat, shard
+from states import flat, shard
 
 BUDGET = 2**20
 ROWS, COLUMNS = 500, 4001  # 8 MB of float32
@@ -96,39 +96,6 @@ def test_a_compressed_chunk_is_not_copied_as_a_whole(tmp_path: Path) -> None:
     peak = peak_of_load(wanted, tmp_path, loader(("zarr", 2), ReadMode.PREAD))
     assert peak < 2 * full.nbytes + 2**22 + SLACK
     assert torch.equal(wanted["w"].data, full.half())
-
-
-class Doubling(DefaultLoadPlanner):
-    """Changes values on their way in, and notes which parts came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[ReadItem] = []
-
-    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
-        return torch.empty_like(super().acquire_tensor(item))
-
-    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        assert tensor.dtype == torch.float32
-        assert tuple(tensor.shape) == item.lengths
-        self.parts.append(item)
-        super().acquire_tensor(item).copy_(tensor * 2)
-
-
-@BACKEND
-def test_a_planner_gets_parts_in_the_stored_dtype(tmp_path: Path, backend: tuple[str, int]) -> None:
-    full = values()
-    save({"w": shard("w", full)}, tmp_path, backend)
-    wanted: dict[str, Any] = {"w": shard("w", torch.zeros(ROWS, COLUMNS).double())}
-    planner = Doubling()
-    load(wanted, tmp_path, loader(backend, ReadMode.PREAD, planner), cast="widen")
-    assert torch.equal(wanted["w"].data, full.double() * 2)
-    assert len(planner.parts) > 1
-    seen = torch.zeros(ROWS, COLUMNS, dtype=torch.int64)
-    for part in planner.parts:
-        assert part.storage_offsets == part.dest_offsets
-        seen[part.dest.box.slices()] += 1
-    assert (seen == 1).all()
 
 
 # What a save of many small tensors takes beyond them, in a process of its own.

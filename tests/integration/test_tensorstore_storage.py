@@ -1,6 +1,5 @@
 """What is special about the tensorstore backend: its database, sections, damage and full disks."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,11 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.mapping import DTYPES, as_numpy
-from dist_checkpointing.storage import Progress, ReadMode, StorageOptions
+from dist_checkpointing.storage import Progress, StorageOptions
 from dist_checkpointing.strategies import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
-    Zarr3SaveShardedStrategy,
 )
-from dist_checkpointing.testing import random_bits
 from states import cell, rows, save_on, shard
 
 WORLD = 2
@@ -44,51 +40,6 @@ def save_state(folder: Path, strategy: Any = None) -> dict[str, torch.Tensor]:
 def data_files(folder: Path) -> list[Path]:
     files = [path for path in (folder / "data").rglob("*") if path.is_file()]
     return sorted(files, key=lambda path: path.stat().st_size, reverse=True)
-
-
-def test_a_tensor_is_opened_with_nothing_but_tensorstore(tmp_path: Path) -> None:
-    known = [row for row in DTYPES if row.name != "float8_e8m0fnu"]
-    full = {row.name: random_bits((4, 3), row.torch) for row in known}
-    save_on(WORLD, lambda c: {k: rows(f"a key/{k}", t, c) for k, t in full.items()}, tmp_path)
-    for key, tensor in full.items():
-        path = f"a%20key%2F{key}/"
-        store = {"driver": "ocdbt", "base": f"file://{tmp_path}/", "path": path}
-        array: Any = ts.open({"driver": "zarr3", "kvstore": store}).result()
-        assert array.chunk_layout.read_chunk.shape == (2, 3)
-        assert array.read().result().tobytes() == as_numpy(tensor).tobytes()
-
-
-def test_few_files_whatever_the_number_of_tensors(tmp_path: Path) -> None:
-    keys = [f"{prefix}{i}" for i in range(500) for prefix in ("w", "optimizer.")]
-    full = values(0, (4, 2))
-    save_on(WORLD, lambda comm: {key: rows(key, full, comm) for key in keys}, tmp_path)
-    assert sum(path.is_file() for path in tmp_path.rglob("*")) < 40
-    assert len(dc.load_tensors_metadata(tmp_path)) == 1000
-
-
-@pytest.mark.parametrize("mode", [ReadMode.MEMMAP, ReadMode.PREAD])
-def test_lost_data_is_an_error_and_never_zeros(tmp_path: Path, mode: ReadMode) -> None:
-    save_state(tmp_path)
-    file = data_files(tmp_path)[0]
-    strategy = TensorStoreLoadShardedStrategy(options=StorageOptions(read_mode=mode))
-    template: Any = dc.load_tensors_metadata(tmp_path)
-    for num_bytes in (file.stat().st_size // 2, 0, None):
-        file.unlink() if num_bytes is None else os.truncate(file, num_bytes)
-        with pytest.raises(dc.CorruptCheckpointError, match=r"model\.w|optimizer\.m"):
-            dc.load(template, tmp_path, strategy)
-    (tmp_path / "manifest.ocdbt").unlink()
-    with pytest.raises(dc.CorruptCheckpointError, match=r"manifest\.ocdbt"):
-        dc.load(template, tmp_path)
-
-
-@pytest.mark.parametrize("codec", [None, "zstd", "gzip", "blosc"])
-def test_a_lost_chunk_of_zarr_is_named_and_never_zeros(tmp_path: Path, codec: Any) -> None:
-    dc.save({"w": shard("w", torch.ones(4))}, tmp_path, Zarr3SaveShardedStrategy(codec=codec))
-    (tmp_path / "w" / "c.0").unlink()
-    with pytest.raises(dc.CorruptCheckpointError) as caught:
-        dc.load({"w": shard("w", torch.zeros(4))}, tmp_path, "tensorstore")
-    (finding,) = caught.value.findings
-    assert (finding.key, finding.path) == ("w", str(tmp_path / "w" / "c.0"))
 
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:

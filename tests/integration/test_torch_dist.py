@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -223,15 +222,6 @@ def test_plain_dcp_reads_every_cut(tmp_path: Path) -> None:
         assert_same_bits(loaded[key], tensor, key)
     names = {path.name.split("_")[2] for path in tmp_path.glob("*.distcp")}
     assert names <= {str(rank) for rank in range(4)}
-
-
-def test_torch_dist_files_convert_to_one_file_of_torch_save(tmp_path: Path) -> None:
-    full = torch.arange(12.0).reshape(4, 3)
-    dc.save({"w": whole("layer.weight", full)}, tmp_path / "c", BACKEND)
-    dcp_to_torch_save(tmp_path / "c", tmp_path / "one.pt")
-    loaded = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert loaded.keys() == {"layer.weight"}
-    assert torch.equal(loaded["layer.weight"], full)
 
 
 def test_objects_are_written_as_megatron_does(tmp_path: Path) -> None:

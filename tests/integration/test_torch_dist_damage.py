@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.testing import failures_on
 from hostile_pickles import archive
 from states import cell, flat, rows, save_on, shard
 
@@ -129,13 +128,6 @@ def test_a_pickle_cannot_change_a_class(damaged: Path) -> None:
     assert dict(vars(dcp_metadata.Metadata)) == before
 
 
-def test_metadata_that_is_none(damaged: Path) -> None:
-    for content in (b"", b"nonsense", b"\x80\x04N.", pickle.dumps({"a": 1})):
-        (damaged / ".metadata").write_bytes(content)
-        with pytest.raises(dc.CorruptCheckpointError, match="metadata of the checkpoint"):
-            dc.load_plain_tensors(damaged)
-
-
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "", "a/../../b"])
 def test_files_outside_of_the_checkpoint_are_refused(damaged: Path, name: str) -> None:
     rewrite(damaged, lambda content: setattr(info_of(content, "bits"), "relative_path", name))
@@ -203,20 +195,6 @@ def test_a_dtype_and_an_encoding_that_are_not_read(damaged: Path) -> None:
 
 
 # .distcp
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_files_are_missing(damaged: Path, ranks: int) -> None:
-    (damaged / "__1_0.distcp").unlink()
-
-    def read(comm: Comm) -> None:
-        dc.load(wanted() if comm.rank == 0 else {}, damaged, comm=comm)
-
-    error = failures_on(ranks, read)[0]
-    if ranks == 1:
-        assert isinstance(error, dc.CorruptCheckpointError)
-    assert {f.key for f in getattr(error, "findings", ())} == {"rows", "flat", "object"}
-    assert str(damaged / "__1_0.distcp") in str(error)
 
 
 def test_files_that_were_cut_off(damaged: Path) -> None:

@@ -4,77 +4,36 @@ import ctypes
 import errno
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dist_checkpointing.filesystem import file_writer
-from dist_checkpointing.format import Digest, digest_of
 from dist_checkpointing.storage import Durability, StorageOptions
 from dist_checkpointing.strategies import DataFiles
 
 
-@contextmanager
-def files_with(
-    folder: Path, values: Sequence[bytes], reported: int, most_pending: int, most_file: int
-) -> Iterator[DataFiles]:
-    """Files that the body fills, and that hold these values then."""
+def in_memory(folder: Path, sizes: Sequence[int], most_file: int) -> None:
+    arrays = [np.random.default_rng(i).integers(0, 256, n, np.uint8) for i, n in enumerate(sizes)]
+    values = [b"before", *(array.tobytes() for array in arrays), b"behind"]
     reports: list[int] = []
     options = StorageOptions(durability=Durability.PAGE_CACHE, data_file_bytes=most_file)
-    files = DataFiles(folder, "part", options, most_pending, reports.append)
-    yield files
+    files = DataFiles(folder, "part", options, 2**20, reports.append)
+    files.put(b"before", 6, 0)
+    files.put_memory(np.array([array.ctypes.data for array in arrays]), np.array(sizes))
+    files.put(b"behind", 6, 0)
     sealed = files.finish()
-    assert sum(reports) == reported
-    assert [file.name for file in sealed] == files.names
+    assert sum(reports) == sum(sizes)
     contents = [(folder / name).read_bytes() for name in files.names]
     assert [len(content) for content in contents] == [file.num_bytes for file in sealed]
     columns = (files.extents[column::3] for column in range(3))
     for value, (file, offset, length) in zip(values, zip(*columns, strict=True), strict=True):
         assert contents[file][offset : offset + length] == value
     assert b"".join(contents) == b"".join(values)
-
-
-def filled(folder: Path, sizes: Sequence[int], most_pending: int, most_file: int) -> DataFiles:
-    values = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
-    with files_with(folder, values, sum(sizes), most_pending, most_file) as files:
-        for number, value in enumerate(values):
-            if number % 3 == 2:
-                digest = Digest() if number % 2 else None
-                files.put_large(np.frombuffer(value, dtype=np.uint8), len(value), digest)
-                assert digest is None or digest.digest() == digest_of(value, len(value))
-            else:
-                files.put(value, len(value), len(value))
-    return files
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.integers(0, 300), max_size=40),
-    st.sampled_from([1, 500, 2**30]),
-    st.sampled_from([1, 700, 2**30]),
-)
-@example([3] * 5000, 2**30, 2**30)  # more values than one call takes
-def test_values_lie_where_it_is_said(sizes: list[int], most_pending: int, most_file: int) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        files = filled(Path(name), sizes, most_pending, most_file)
-    if most_file == 1 and 0 not in sizes:
-        assert len(files.names) == len(sizes)
-    if most_file == 2**30:
-        assert len(files.names) == min(1, len(sizes))
-
-
-def in_memory(folder: Path, sizes: Sequence[int], most_file: int) -> None:
-    arrays = [np.random.default_rng(i).integers(0, 256, n, np.uint8) for i, n in enumerate(sizes)]
-    values = [b"before", *(array.tobytes() for array in arrays), b"behind"]
-    with files_with(folder, values, sum(sizes), 2**20, most_file) as files:
-        files.put(b"before", 6, 0)
-        files.put_memory(np.array([array.ctypes.data for array in arrays]), np.array(sizes))
-        files.put(b"behind", 6, 0)
 
 
 @settings(max_examples=25, deadline=None)
@@ -116,50 +75,18 @@ def test_memory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     files.give_up()
 
 
-@pytest.mark.parametrize(
-    ("kind", "durability", "expected"),
-    [
-        ("ext4", Durability.PAGE_CACHE, [(0, 200), (230, 170)]),
-        ("nfs", Durability.PAGE_CACHE, []),
-        ("ext4", Durability.FSYNC, []),
-    ],
-)
-def test_room_is_made_for_large_values_where_that_saves_time(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    durability: Durability,
-    expected: list[tuple[int, int]],
-) -> None:
-    rooms: list[tuple[int, int]] = []
-    monkeypatch.setattr(file_writer, "file_system_type", lambda _: kind)
-    monkeypatch.setattr(os, "posix_fallocate", lambda _, *room: rooms.append(room))
-    options = StorageOptions(durability=durability)
-    files = DataFiles(tmp_path, "part", options, 2**20, lambda _: None)
-    files.put_large(np.zeros(200, np.uint8), 200, None)
-    files.put(bytes(30), 30, 30)
-    files.put_large(np.ones(170, np.uint8), 170, None)
-    (sealed,) = files.finish()
-    assert rooms == expected
-    assert sealed.num_bytes == (tmp_path / "part.0").stat().st_size == 400
-
-
-def test_the_system_may_write_less_than_it_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.write
-    monkeypatch.setattr(os, "writev", lambda file, parts: real(file, bytes(parts[0])[:7]))
-    monkeypatch.setattr(os, "write", lambda file, part: real(file, bytes(part)[:11]))
-    filled(tmp_path, [40, 50, 200, 7, 8, 9], 2**30, 2**30)
-
-
 def test_no_file_is_made_without_values_and_none_is_overwritten(tmp_path: Path) -> None:
-    filled(tmp_path, [], 1, 1)
+    def save(value: bytes) -> None:
+        files = DataFiles(tmp_path, "part", StorageOptions(), 2**20, lambda _: None)
+        files.put(value, len(value), len(value))
+        files.finish()
+
+    DataFiles(tmp_path, "part", StorageOptions(), 2**20, lambda _: None).finish()
     assert not list(tmp_path.iterdir())
     (tmp_path / "part.0").write_bytes(b"somebody's")
     with pytest.raises(FileExistsError):
-        filled(tmp_path, [5], 1, 1)
+        save(b"value")
     (tmp_path / "part.0").unlink()
     (tmp_path / "part.0").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FileExistsError):
-        filled(tmp_path, [5], 1, 1)
+        save(b"value")

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from dist_checkpointing import testing
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format import Index
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
@@ -25,8 +24,6 @@ from dist_checkpointing.testing import (
     CUTS,
     StrategyConformance,
     data_of,
-    poisoned,
-    random_bits,
 )
 
 Test = Callable[[StrategyConformance, Path], object]
@@ -138,16 +135,12 @@ class StoresFloat64AsFloat32(Sound):
 
 BROKEN: list[tuple[type[Sound], Test]] = [
     (ForgetsAnItem, lambda s, p: s.test_every_dtype_bit_for_bit(p, 2)),
-    (ForgetsAnItem, lambda s, p: s.test_a_result_for_every_item(p, 1)),
     (SwapsTwoItems, lambda s, p: s.test_a_result_for_every_item(p, 2)),
     (CommitsByItself, lambda s, p: s.test_order_of_writer_calls(p, 1)),
     (LeavesAFile, lambda s, p: s.test_created_names_cover_every_file(p)),
-    (LeavesAFile, lambda s, p: s.test_one_failing_rank_fails_all(p, 2)),
     (StoresWhereItIs, lambda s, p: s.test_moved_folder(p)),
     (ReadsNothing, lambda s, p: s.test_views_as_sources_and_destinations(p, 1, "strided")),
-    (ReadsNothing, lambda s, p: s.test_partial_templates(p, 1)),
     (ReadsNothing, lambda s, p: s.test_direct_calls(p)),
-    (ReadsNothing, lambda s, p: s.test_mixed_containers(p, 1)),
     (
         ReadsZerosForLostData,
         lambda s, p: s.test_missing_data_is_an_error(p, 1, "by_rows", "damage"),
@@ -182,20 +175,3 @@ def test_every_cut_is_whole(cut: str, world_size: int) -> None:
         if shard.replica_id in (0, (0, 0)):
             times[where] += 1
     assert (times == 1).all()
-
-
-@pytest.mark.parametrize("dtype", StrategyConformance.dtypes, ids=str)
-def test_poisoned_memory_differs_everywhere(dtype: torch.dtype) -> None:
-    expected = random_bits((3, 5), dtype)
-    memory = poisoned(expected)
-    assert (memory.dtype, memory.shape) == (dtype, expected.shape)
-    if dtype == torch.bool:
-        assert bool((memory != expected).all())
-    else:
-        assert bool((memory.view(torch.uint8) != expected.view(torch.uint8)).all())
-
-
-def test_testing_exports_nothing_else() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Suite'"):
-        _ = testing.Suite  # type: ignore[attr-defined]
-    assert testing.StrategyConformance is StrategyConformance
