@@ -4,7 +4,6 @@ Only functions that are public outside of this library are replaced: of ``os``, 
 ``time`` and obstore. Each function here is a context manager; the faults end with its body.
 """
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -22,7 +21,6 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing.filesystem import local_folder
 from dist_checkpointing.filesystem.object_store_locks import THREAD
 
 Act = Callable[..., Any]
@@ -171,7 +169,7 @@ def strange_flock(code: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def without_links(*, kernel_copies: bool, exclusive_renames: bool = True) -> Iterator[list[int]]:
+def without_links(*, kernel_copies: bool) -> Iterator[list[int]]:
     """A file system without links; yields the bytes of each copy of the kernel."""
     copied: list[int] = []
 
@@ -181,18 +179,8 @@ def without_links(*, kernel_copies: bool, exclusive_renames: bool = True) -> Ite
         copied.append(real(*arguments))
         return copied[-1]
 
-    with ExitStack() as stack:
-        stack.enter_context(failing("os.link", code=errno.EXDEV))
-        stack.enter_context(replaced("os.copy_file_range", copy))
-        if not exclusive_renames:
-            stack.enter_context(replaced(f"{local_folder.__name__}._renameat2", refused_rename))
+    with failing("os.link", code=errno.EXDEV), replaced("os.copy_file_range", copy):
         yield copied
-
-
-def refused_rename(*_: object) -> int:
-    """What a network file system answers that cannot rename without replacing."""
-    ctypes.set_errno(errno.EINVAL)
-    return -1
 
 
 @contextmanager
