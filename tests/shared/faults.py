@@ -21,11 +21,7 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing.filesystem.object_store_locks import THREAD
-
 Act = Callable[..., Any]
-LOOKS = tuple(f"os.{name}" for name in ("open", "stat", "scandir", "preadv", "pread", "listdir"))
-"""Calls that look at files and folders; ``io.open`` is another."""
 _devices = count(1 << 40)
 REQUESTS = ("get", "put", "head", "delete", "list", "list_with_delimiter")
 
@@ -292,53 +288,3 @@ def counted_requests() -> Iterator[Counter[str]]:
 
     with store_requests(act):
         yield counts
-
-
-@contextmanager
-def calls_to_the_store(before: Callable[[str, str], None]) -> Iterator[None]:
-    """Tell ``before`` the name and the key of each request that this thread makes."""
-    thread = threading.get_ident()
-
-    def act(name: str, key: str, go: Act) -> Any:
-        if threading.get_ident() == thread:
-            before(name, key)
-        return go()
-
-    with store_requests(act):
-        yield
-
-
-class Killed(BaseException):
-    """The process ends here."""
-
-
-def killed_at(step: int, work: Callable[[], object]) -> str | None:
-    """Run ``work`` and kill it before a request to a store; that one, or None if it has ended."""
-    calls: list[str] = []
-
-    def count(name: str, key: str) -> None:
-        calls.append(f"{name} {key}")
-        if len(calls) > step:
-            raise Killed
-
-    try:
-        with calls_to_the_store(count):
-            work()
-    except Killed:
-        return calls[-1]
-    return None
-
-
-def kill_points(work: Callable[[], object], prepare: Callable[[], object]) -> Iterator[str]:
-    """Prepare and kill ``work`` at each of its requests to a store, one after the other."""
-    step = 0
-    while True:
-        prepare()
-        point = killed_at(step, work)
-        for thread in threading.enumerate():
-            if thread.name == THREAD:
-                thread.join()  # it ends with the process, and puts nothing afterwards
-        if point is None:
-            return
-        yield point
-        step += 1
