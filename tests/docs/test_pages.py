@@ -132,7 +132,7 @@ def test_the_state_of_the_readme_is_loaded_by_other_ranks(
 
 def test_the_backend_of_the_page_passes_the_suite_that_it_recommends(tmp_path: Path) -> None:
     (tmp_path / "test_npy.py").write_text("\n\n".join(_listings(DOCS / "backend.md")))
-    # Few of its world sizes: tests/plugin has more, for another backend of a third party.
+    # Few of its world sizes: tests/plugin has others, for strategies without a writer.
     chosen = ("-k", "not every_cut_to_every_cut or 2-4")
     done = run_fresh("-m", "pytest", "-q", *chosen, timeout=600, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -361,26 +361,6 @@ def test_a_committed_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> No
     assert dc.load_common_state_dict(tmp_path) == {}
 
 
-def test_a_failed_save_leaves_no_checkpoint_and_the_folder_is_free_again(tmp_path: Path) -> None:
-    class Full(DefaultSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            if write_item.index.fqn == "step":
-                raise OSError(28, "No space left on device")
-            return super().resolve_data(write_item)
-
-    writer = DCPWriter(tmp_path)
-    with pytest.raises(CheckpointException, match="No space left on device"):
-        dcp_save(state(), storage_writer=writer, planner=Full())
-    assert not dc.check_is_distributed_checkpoint(tmp_path)
-    with pytest.raises(
-        CheckpointException, match=r"is not a distributed checkpoint.*\n.*never committed"
-    ):
-        read_back(tmp_path, state())
-    writer.reset()
-    save_through(tmp_path, state(2))
-    assert_same(read_back(tmp_path, state()), state(2))
-
-
 class Halving(DefaultSavePlanner):
     """Converts its data to float16."""
 

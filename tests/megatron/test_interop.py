@@ -129,14 +129,13 @@ print(sys.argv[2:], neighbour.__name__)
 """
 
 
-@pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
-def test_a_script_is_run(tmp_path: Path, fake_megatron: Path, dckpt: Run, backend: str) -> None:
+def test_a_script_is_run(tmp_path: Path, fake_megatron: Path, dckpt: Run) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "neighbour.py").touch()
     run_module = "runpy.run_module('dist_checkpointing.interop.megatron', None, '__main__', True)"
     program = f"import sys, runpy; sys.path.insert(0, sys.argv.pop(1)); {run_module}"
     done: subprocess.CompletedProcess[str] = run_fresh(
-        *("-c", program, fake_megatron, "--backend", backend),
+        *("-c", program, fake_megatron, "--backend", "zarr"),
         *(tmp_path / "script.py", tmp_path / "ckpt", "--backend", "x"),
         timeout=120,
     )
@@ -149,8 +148,10 @@ def test_a_script_is_run(tmp_path: Path, fake_megatron: Path, dckpt: Run, backen
 # Save, load and their defaults.
 
 
-@pytest.mark.parametrize("name", ["mc0.15.3_torch_dist", "mc0.15.3_zarr", "mc0.12.0_zarr"])
-@pytest.mark.parametrize("backend", ["torch_dist", "tensorstore"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("mc0.15.3_torch_dist", "tensorstore"), ("mc0.12.0_zarr", "torch_dist")],
+)
 def test_what_megatron_wrote_is_overwritten_once_the_plan_stands(
     tmp_path: Path, name: str, backend: str
 ) -> None:

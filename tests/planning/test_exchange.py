@@ -137,29 +137,6 @@ def test_what_copies_hold_is_written_once(
         assert max(written) - min(written) <= 96
 
 
-class Facts:
-    """What a rank tells all others; counts how often it is unpacked."""
-
-    unpacked = 0
-
-    def __setstate__(self, state: Any) -> None:
-        Facts.unpacked += 1
-
-
-def test_what_ranks_say_alike_is_unpacked_once() -> None:
-    """However many they are: at 65,536 ranks that was most of the time of planning."""
-    Facts.unpacked = 0
-
-    def one(comm: Comm) -> list[list[int]]:
-        facts = Facts()
-        facts.number = comm.rank % 2  # type: ignore[attr-defined]
-        exchanged = table_exchange.exchange_tables(comm, "test", lambda: ({}, facts))
-        return [own.ranks.tolist() for own in exchanged.facts]
-
-    assert run_ranks(32, one) == [[[*range(0, 32, 2)], [*range(1, 32, 2)]]] * 32
-    assert Facts.unpacked == 32 * 2
-
-
 class NotesRanks(DefaultSavePlanner):
     """Notes in the plan of each rank whose it is."""
 

@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import metadata as dcp, planner as dcp_planner
 
 import dist_checkpointing as dc
-from dist_checkpointing.comm import Comm
-from dist_checkpointing.format import Box, Index, Pieces, SealedFile, StoredTensor, Window
+from dist_checkpointing.format import Box, Index, Pieces, StoredTensor, Window
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import (
     BalancedSavePlanner,
@@ -31,13 +29,11 @@ from dist_checkpointing.planning import (
     WriteItemType,
     user_planner,
 )
-from dist_checkpointing.storage import WriteResult, WriteResults
 from dist_checkpointing.strategies import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
     ZarrSaveShardedStrategy,
 )
-from dist_checkpointing.testing import run_ranks
 from states import cell, shard
 
 FULL = torch.arange(24.0).reshape(4, 6)
@@ -135,17 +131,6 @@ def test_plans_may_be_changed() -> None:
         assert replace(pickle.loads(pickle.dumps(plan))).items == [two]
 
 
-def test_plans_of_nothing_and_of_items() -> None:
-    item = WriteItem(MetadataIndex("o"), WriteItemType.BYTE_IO, None, b"12")
-    written = WriteItem(MetadataIndex("o", (0,)), item.type, object_cell=(1,))
-    read = ReadItem(LoadItemType.TENSOR, WHERE, (0, 0), WHERE, (0, 1), (2, 3))
-    kinds: Any = ((SavePlan, item, written), (LoadPlan, read, read))
-    for kind, one, seen in kinds:
-        assert kind().items == []
-        plan = kind([one], "s", "p")
-        assert (plan.items, plan.storage_data, plan.planner_data) == ([seen], "s", "p")
-
-
 # --- what is read ---------------------------------------------------------------------------------
 
 FLOAT = tensor_memory.from_torch(torch.float32)
@@ -172,30 +157,6 @@ def item(key: str, chunk: Any, offsets: Any, shape: Any, **changes: Any) -> Read
 
 
 LEAVES = [shard(key, torch.zeros(4, 6)) for key in ("pieces", "grid")]
-
-
-def test_the_chunks_of_items_are_found() -> None:
-    plan = LoadPlan([item("grid", [3, 0], [0, 1], [1, 5]), item("pieces", (1, 0), (2, 0), (1, 6))])
-    on_grid, in_piece = user_planner.placed(plan, INDEX, LEAVES).items
-    assert on_grid.storage == Window(0, (3, 6), Box((0, 1), (1, 5)))
-    assert on_grid.dest == Window(0, (4, 6), Box((0, 0), (1, 5)))
-    assert on_grid.dest_index.index == 1
-    assert in_piece.storage_index.index == 1
-    assert in_piece.storage == Window(0, (3, 6), Box((2, 0), (1, 6)))
-    assert in_piece.dest_index.index == 0
-    # A hint that is wrong misleads nobody.
-    wrong = MetadataIndex("grid", (0, 0), 0)
-    plan = LoadPlan([item("grid", (0, 0), (0, 0), (1, 6), dest_index=wrong)])
-    assert user_planner.placed(plan, INDEX, LEAVES).items[0].dest_index.index == 1
-    where = MetadataIndex("o")
-    leaves = [cell("o", None)]
-    plan = LoadPlan([ReadItem(LoadItemType.BYTE_IO, where, storage_index=where)])
-    (own,) = user_planner.placed(plan, INDEX, leaves).items
-    assert (own.storage_index, own.dest_index.index) == (MetadataIndex("o", (0,)), 0)
-    # Offsets of a range count from what is stored.
-    window = Window(7, (4,), Box((1,), (2,)))
-    read = ReadItem(LoadItemType.TENSOR, WHERE, window, WHERE, window)
-    assert read.storage_offsets == read.dest_offsets == (8,)
 
 
 @pytest.mark.parametrize(
@@ -247,18 +208,6 @@ def test_items_of_a_users_own_kind_are_kept() -> None:
     assert plan.items == [own, own]
     assert all(type(read) is Marked for read in plan.items)
     assert plan.table.num_elements.sum() == 8
-
-
-def test_results_of_a_whole_plan_look_like_results_of_its_items() -> None:
-    table = SavePlan([replace(ITEM, index=MetadataIndex(key, (2, 0), 0)) for key in "ab"]).table
-    files = (SealedFile("f", 7),)
-    sums = np.array([5, 2**63 + 1], dtype=np.uint64)
-    results = WriteResults(table, table.num_bytes, sums, np.array([False, True]), files, "mine")
-    first, second = (WriteResult(MetadataIndex(key, (2, 0), 0), 48) for key in "ab")
-    summed = replace(second, checksum=2**63 + 1)
-    rest = WriteResult(MetadataIndex(""), 96, "mine", None, files)
-    assert list(results) == [first, summed, rest]
-    assert list(WriteResults(table, table.num_bytes)) == [first, second]
 
 
 # --- metadata -------------------------------------------------------------------------------------
@@ -316,32 +265,6 @@ def test_a_planner_need_not_know_the_layout(tmp_path: Path) -> None:
     dc.save({"w": shard("w", data)}, tmp_path / "c", ZarrSaveShardedStrategy(planner=planner))
     assert isinstance(planner.layout, WholeShardLayout)
     assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], data)
-
-
-def test_items_without_a_hint_find_their_leaf(tmp_path: Path) -> None:
-    class Forgets(DefaultSavePlanner):
-        def build_local_plan(self) -> SavePlan:
-            plan = super().build_local_plan()
-            assert all(item.index.index is not None for item in plan.items)
-            return SavePlan(
-                replace(item, index=replace(item.index, index=None)) for item in plan.items
-            )
-
-    def one(comm: Comm) -> None:
-        halves = ((half, FULL.chunk(2)[half]) for half in (1, 0))
-        state = {
-            "a": shard("a", FULL + comm.rank, (0, comm.rank, 2)),
-            "b": [shard("b", part, (0, half, 2), replica_id=comm.rank) for half, part in halves],
-            "o": cell("o", comm.rank, comm),
-        }
-        dc.save(state, tmp_path / "c", TensorStoreSaveShardedStrategy(planner=Forgets()), comm=comm)
-
-    run_ranks(2, one)
-    found = dc.load_plain_tensors(tmp_path / "c")
-    assert torch.equal(found["a"], torch.cat([FULL, FULL + 1]))
-    assert torch.equal(found["b"], FULL)
-    cells = {"o": [dc.ShardedObject("o", None, (2,), (rank,)) for rank in range(2)]}
-    assert dc.load(cells, tmp_path / "c")["o"] == [0, 1]
 
 
 def test_an_item_that_nobody_holds() -> None:

@@ -93,10 +93,10 @@ def test_malformed_entry_points_are_ignored(tmp_path: Path, install: Install) ->
     before = available_strategies(StrategyAction.SAVE_SHARDED)
     install(
         **{
-            "save_sharded.npy": "npy_backend:NpySaveStrategy",
-            "save_sharded.npy.two": "npy_backend:NpySaveStrategy",
-            "save_sharded..3": "npy_backend:NpySaveStrategy",
-            "nonsense": "npy_backend:NpySaveStrategy",
+            "save_sharded.npy": "npy_backend:NpySave",
+            "save_sharded.npy.two": "npy_backend:NpySave",
+            "save_sharded..3": "npy_backend:NpySave",
+            "nonsense": "npy_backend:NpySave",
         }
     )
     assert available_strategies(StrategyAction.SAVE_SHARDED) == before
@@ -119,7 +119,7 @@ def test_a_name_means_its_newest_version(tmp_path: Path) -> None:
 def test_an_entry_point_does_not_replace_a_built_in_backend(
     tmp_path: Path, install: Install
 ) -> None:
-    install(**{"save_sharded.zarr.2": "npy_backend:NpySaveStrategy"})
+    install(**{"save_sharded.zarr.2": "npy_backend:NpySave"})
     strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 2)
     assert isinstance(strategy, Zarr3SaveShardedStrategy)
     dc.save(state(), tmp_path / "c", ("zarr", 2))
@@ -170,7 +170,7 @@ def test_a_strategy_of_the_wrong_kind_is_refused(tmp_path: Path) -> None:
 def test_a_lookup_finds_what_is_built_in_or_installed() -> None:
     found = default_strategies["save_sharded"]["zarr", 1]
     assert str(found) == "ZarrSaveShardedStrategy(zarr, 1)"
-    assert str(default_strategies["save_sharded"]["npy", 1]) == "NpySaveStrategy(npy, 1)"
+    assert str(default_strategies["save_sharded"]["npy", 1]) == "NpySave(npy, 1)"
     for action in StrategyAction:
         found = default_strategies[action.value]
         assert list(found) == available_strategies(action)

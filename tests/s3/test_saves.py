@@ -60,7 +60,7 @@ def test_of_processes_that_race_exactly_one_commits(place: ObjectPath, tmp_path:
 def test_a_process_that_is_killed_before_any_request(place: ObjectPath, tmp_path: Path) -> None:
     go = tmp_path / "go"
     go.touch()
-    for last in count(1, 3):  # before each of them: test_store_commit.py
+    for last in count(1, 3):  # before each of them: tests/simulation
         at = place / str(last)
         with processes([[SAVER, at, 1, go, last]]) as started:
             started[0].communicate(120)

@@ -4,7 +4,6 @@ Only functions that are public outside of this library are replaced: of ``os``, 
 ``time`` and obstore. Each function here is a context manager; the faults end with its body.
 """
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -22,12 +21,7 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing.filesystem import local_folder
-from dist_checkpointing.filesystem.object_store_locks import THREAD
-
 Act = Callable[..., Any]
-LOOKS = tuple(f"os.{name}" for name in ("open", "stat", "scandir", "preadv", "pread", "listdir"))
-"""Calls that look at files and folders; ``io.open`` is another."""
 _devices = count(1 << 40)
 REQUESTS = ("get", "put", "head", "delete", "list", "list_with_delimiter")
 
@@ -171,7 +165,7 @@ def strange_flock(code: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def without_links(*, kernel_copies: bool, exclusive_renames: bool = True) -> Iterator[list[int]]:
+def without_links(*, kernel_copies: bool) -> Iterator[list[int]]:
     """A file system without links; yields the bytes of each copy of the kernel."""
     copied: list[int] = []
 
@@ -181,18 +175,8 @@ def without_links(*, kernel_copies: bool, exclusive_renames: bool = True) -> Ite
         copied.append(real(*arguments))
         return copied[-1]
 
-    with ExitStack() as stack:
-        stack.enter_context(failing("os.link", code=errno.EXDEV))
-        stack.enter_context(replaced("os.copy_file_range", copy))
-        if not exclusive_renames:
-            stack.enter_context(replaced(f"{local_folder.__name__}._renameat2", refused_rename))
+    with failing("os.link", code=errno.EXDEV), replaced("os.copy_file_range", copy):
         yield copied
-
-
-def refused_rename(*_: object) -> int:
-    """What a network file system answers that cannot rename without replacing."""
-    ctypes.set_errno(errno.EINVAL)
-    return -1
 
 
 @contextmanager
@@ -304,53 +288,3 @@ def counted_requests() -> Iterator[Counter[str]]:
 
     with store_requests(act):
         yield counts
-
-
-@contextmanager
-def calls_to_the_store(before: Callable[[str, str], None]) -> Iterator[None]:
-    """Tell ``before`` the name and the key of each request that this thread makes."""
-    thread = threading.get_ident()
-
-    def act(name: str, key: str, go: Act) -> Any:
-        if threading.get_ident() == thread:
-            before(name, key)
-        return go()
-
-    with store_requests(act):
-        yield
-
-
-class Killed(BaseException):
-    """The process ends here."""
-
-
-def killed_at(step: int, work: Callable[[], object]) -> str | None:
-    """Run ``work`` and kill it before a request to a store; that one, or None if it has ended."""
-    calls: list[str] = []
-
-    def count(name: str, key: str) -> None:
-        calls.append(f"{name} {key}")
-        if len(calls) > step:
-            raise Killed
-
-    try:
-        with calls_to_the_store(count):
-            work()
-    except Killed:
-        return calls[-1]
-    return None
-
-
-def kill_points(work: Callable[[], object], prepare: Callable[[], object]) -> Iterator[str]:
-    """Prepare and kill ``work`` at each of its requests to a store, one after the other."""
-    step = 0
-    while True:
-        prepare()
-        point = killed_at(step, work)
-        for thread in threading.enumerate():
-            if thread.name == THREAD:
-                thread.join()  # it ends with the process, and puts nothing afterwards
-        if point is None:
-            return
-        yield point
-        step += 1

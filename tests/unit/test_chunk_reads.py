@@ -183,62 +183,6 @@ def test_the_first_error_ends_all_tasks(threads: int) -> None:
     assert len(begun) <= threads
 
 
-@pytest.fixture
-def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How much every read of a part of a file has got."""
-    counts: list[int] = []
-    own = ranged_reads.pread
-
-    def counting(descriptor: int, target: Any, position: int) -> None:
-        counts.append(target.nbytes)
-        own(descriptor, target, position)
-
-    monkeypatch.setattr(ranged_reads, "pread", counting)
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("shape", "box", "most_bytes"),
-    [
-        # One rank's rows into one of 64 columns.
-        ((256, 2**16), Box((0, 2**12), (256, 2**10)), 256 * 4096),
-        # Gaps that are a tenth of the runs are read over.
-        ((256, 1100), Box((0, 100), (256, 1000)), 256 * 4400),
-        # Runs of less than 4 KiB, far from each other.
-        ((64, 2**15), Box((0, 64), (64, 64)), 64 * 256),
-        # Some columns of some experts: the gaps between these are larger.
-        ((8, 64, 2**13), Box((1, 0, 0), (5, 16, 2**11)), 5 * 16 * 2**13),
-    ],
-)
-def test_columns_are_read_without_what_lies_between(
-    tmp_path: Path, bytes_read: list[int], shape: tuple[int, ...], box: Box, most_bytes: int
-) -> None:
-    path, values = tmp_path / "data", np.random.default_rng(3).random(shape, dtype=np.float32)
-    path.write_bytes(values.tobytes())
-    full = torch.zeros((*box.shape[:-1], box.shape[-1] + 1))
-    tensor = full[..., : box.shape[-1]]
-    read_all([item(0, Window(0, shape, box))], [(0, values.nbytes)], path, [tensor])
-    assert torch.equal(tensor, torch.from_numpy(values)[box.slices()])
-    assert sum(bytes_read) <= most_bytes
-
-
-@pytest.mark.parametrize("is_cached", [True, False])
-def test_runs_far_apart_are_mapped_only_if_they_are_cached(
-    tmp_path: Path, bytes_read: list[int], monkeypatch: pytest.MonkeyPatch, *, is_cached: bool
-) -> None:
-    path, values = tmp_path / "data", np.random.default_rng(3).random((8, 2**18), np.float32)
-    path.write_bytes(values.tobytes())
-    own = ranged_reads.is_cached
-    monkeypatch.setattr(reading, "is_cached", lambda *where: is_cached and own(*where))
-    for columns, is_mapped in ((2**18 - 2**13, True), (2**17 + 2**16, is_cached), (2**10, False)):
-        bytes_read.clear()
-        tensor = torch.zeros(8, columns)
-        window = Window(0, values.shape, Box((0, 0), tuple(tensor.shape)))
-        read_all([item(0, window)], [(0, values.nbytes)], path, [tensor], kind="mapped")
-        assert torch.equal(tensor, torch.from_numpy(values[:, :columns]))
-        assert sum(bytes_read) == (0 if is_mapped else tensor.nbytes)
-
-
 @pytest.mark.parametrize("is_short", [False, True])
 def test_scattered_values_arrive_each_at_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_short: bool

@@ -5,7 +5,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import pytest
 import torch
 
 from dist_checkpointing import AsyncSaver, ShardedTensor, load, save
-from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm, group_comm
+from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
 from dist_checkpointing.errors import (
     CheckpointingException,
-    CorruptCheckpointError,
     Finding,
     InvalidShardingError,
     RankFailedError,
@@ -24,8 +22,6 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import the_one_error
-
-WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 16])
 
 
 def outcomes(
@@ -64,47 +60,6 @@ def bring(errors: dict[int, Exception]) -> Callable[[Comm], None]:
     return body
 
 
-@WORLD_SIZES
-def test_values_of_all_ranks_round_after_round(world_size: int) -> None:
-    calls: list[int] = []
-
-    def body(comm: Comm) -> list[Any]:
-        def produce() -> str:
-            calls.append(comm.rank)
-            return "value"
-
-        last = comm.rank == world_size - 1
-        numbers = (7, 0, None, None if last else 7, 8 if last else 7)
-        return [
-            [comm.all_gather((turn, comm.rank)) for turn in range(20)],
-            comm.exchange("describe", lambda: comm.rank**2),
-            comm.from_rank0("read", produce),
-            [comm.all_same(number) for number in numbers],
-        ]
-
-    expected = [
-        [[(turn, rank) for rank in range(world_size)] for turn in range(20)],
-        [rank**2 for rank in range(world_size)],
-        "value",
-        [True, True, False, False, world_size == 1],
-    ]
-    assert outcomes(world_size, body) == [expected] * world_size
-    assert calls == [0]
-
-
-def test_everybody_has_the_tensor_of_the_source_which_may_change_it_at_once() -> None:
-    def body(comm: Comm) -> list[list[int]]:
-        seen = []
-        for source in range(comm.world_size):
-            tensor = torch.full((3,), 10 + comm.rank, dtype=torch.uint8)
-            comm.broadcast_tensor(tensor, source)
-            seen.append(tensor.tolist())
-            tensor.zero_()
-        return seen
-
-    assert run_ranks(3, body) == [[[10] * 3, [11] * 3, [12] * 3]] * 3
-
-
 def test_findings_that_name_ranks_already_keep_them() -> None:
     findings = [Finding("p", ranks=(0, 5)), Finding("q", found=[1, 2])]
     error = the_one_error(3, bring({1: StateMismatchError("m", findings)}))
@@ -114,17 +69,6 @@ def test_findings_that_name_ranks_already_keep_them() -> None:
     assert failed.ranks == (5,)
     assert "write" in str(failed)
     assert "gone" in str(failed)
-
-
-def test_an_error_without_findings_still_names_its_rank_and_says_its_words() -> None:
-    errors: dict[int, Exception] = {
-        1: CorruptCheckpointError("chunk 7 is short"),
-        2: CorruptCheckpointError("index is empty"),
-    }
-    error = the_one_error(4, bring(errors), CorruptCheckpointError)
-    assert "chunk 7 is short" in str(error)
-    assert "index is empty" in str(error)
-    assert sorted(rank for finding in error.findings for rank in finding.ranks) == [1, 2]
 
 
 class Plugin(CheckpointingException):
@@ -149,24 +93,6 @@ def test_an_error_that_cannot_travel_goes_as_text(error: Exception, word: str) -
     raised = the_one_error(3, bring({1: error}), RankFailedError)
     assert raised.ranks == (1,)
     assert word in str(raised)
-
-
-@pytest.mark.parametrize("world_size", [2, 8])
-def test_ranks_go_on_together_after_a_caught_failure(world_size: int) -> None:
-    def body(comm: Comm) -> list[Any]:
-        seen: list[Any] = []
-        for turn in range(10):
-            divisor = comm.rank - turn % comm.world_size
-            try:
-                comm.exchange("turn", partial(divmod, 1, divisor))
-            except RankFailedError as error:
-                seen.append(error.ranks)
-            seen.append(comm.all_gather(comm.rank))
-        return seen
-
-    ranks = list(range(world_size))
-    expected = [x for turn in range(10) for x in ((turn % world_size,), ranks)]
-    assert outcomes(world_size, body) == [expected] * world_size
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -352,20 +278,6 @@ def test_run_ranks_raises_the_error_of_the_rank_that_failed_or_the_agreed_one() 
         with pytest.raises(StateMismatchError) as caught:
             run_ranks(8, bring({5: StateMismatchError("m", [Finding("p")])}))
         assert caught.value.findings == (Finding("p", ranks=(5,)),)
-
-
-def test_alone_values_come_straight_back() -> None:
-    comm, value, tensor = SingleProcess(), object(), torch.arange(3, dtype=torch.uint8)
-    assert (comm.rank, comm.world_size) == (0, 1)
-    assert comm.all_gather(value) == [value]
-    assert comm.broadcast(value) is value
-    assert comm.exchange("s", lambda: value) == [value]
-    assert comm.from_rank0("s", lambda: value) is value
-    comm.agree("s", None)
-    comm.broadcast_tensor(tensor, 0)
-    assert tensor.tolist() == [0, 1, 2]
-    assert comm.tensor_device == torch.device("cpu")
-    assert group_comm(comm, SingleProcess()) is group_comm(None, comm) is comm
 
 
 def test_alone_our_error_is_raised_as_the_very_object_and_a_foreign_one_is_the_cause() -> None:

@@ -61,22 +61,6 @@ def test_an_agreement_holds_as_soon_as_all_have_come() -> None:
     assert concluded(STEP, Record(6, "'next'", "x", last_value="b")) == verdict
 
 
-@pytest.mark.parametrize("missing", [None, Record(4, "'before'")])
-def test_a_rank_that_has_not_come_has_time_until_the_deadline(missing: Record | None) -> None:
-    assert concluded(STEP, missing) is None
-    assert absent(STEP, missing, late=1) == {1: Absence.LATE}
-    verdict = concluded(STEP, missing, late=1)
-    assert verdict is not None
-    assert verdict.values == {0: "a"}
-
-
-def test_nobody_waits_for_the_dead() -> None:
-    missing, dead = Record(4, "'before'"), frozenset({1})
-    assert absent(STEP, missing, None, dead=dead) is None  # rank 2 may be slow
-    assert absent(STEP, missing, STEP, dead=dead) == {1: Absence.DEAD}
-    assert absent(OUT, gather(INSIDE), dead=dead, **GATHERING) == {1: Absence.DEAD}
-
-
 def test_a_rank_inside_a_gather_has_time_to_come_back() -> None:
     for late, expected in enumerate((None, None, {1: Absence.INSIDE})):
         assert absent(OUT, gather(INSIDE), late=late, **GATHERING) == expected
@@ -98,15 +82,6 @@ def test_a_gather_that_some_have_ended_is_lost_for_the_others(ahead: Record) -> 
 def test_the_one_that_is_frozen_is_told_from_those_that_went_on() -> None:
     records = (gather(DONE), OUT, gather(INSIDE), Record(6, "'next'"))
     assert absent(*records, late=2, **GATHERING) == {2: Absence.INSIDE}
-
-
-def test_different_calls_are_told_when_all_have_said_what_they_call() -> None:
-    own = Record(5, "'commit'", state=OUTSIDE, call="calls save")
-    verdict = concluded(own, Record(5, GATHER, state=OUTSIDE, call="calls load"))
-    assert verdict is not None
-    assert verdict.calls == {0: "calls save", 1: "calls load"}
-    for late, expected in ((1, None), (2, {1: Absence.INSIDE})):
-        assert absent(own, Record(5, GATHER), late=late) == expected
 
 
 def test_ranks_learn_one_after_the_other_that_a_tensor_is_lost() -> None:

@@ -15,7 +15,6 @@ from hypothesis import given, strategies as st
 from dist_checkpointing.format import Box, Digest, digest_of
 from dist_checkpointing.format.checksums import columns_of, digest_of_array, digests_at
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.storage.fingerprints import Sums, added, fingerprint_of, sums_of_tensor
 from tiers import examples
 from tilings import tilings
@@ -140,29 +139,6 @@ def test_nothing_has_no_sums_and_still_a_kind() -> None:
     }
     assert len(prints) == 8
     assert {len(text) for text in prints} == {32}
-
-
-@pytest.mark.parametrize("row", DTYPES, ids=lambda row: row.name)
-def test_the_bits_of_every_dtype_count(row: Any) -> None:
-    memory = torch.from_numpy(values_of((37 * row.itemsize,), "u1"))
-    values = memory.view(row.torch)
-    assert sums_of_tensor(values, Box.whole((37,)), None, (37,)) == whole(memory.numpy())
-
-
-@examples(100)
-@given(
-    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
-    bit=st.integers(0, 7),
-    pair=st.lists(st.integers(0, 9999), min_size=2, max_size=2, unique=True),
-)
-def test_two_flips_of_the_same_bit_do_not_cancel(itemsize: int, bit: int, pair: list[int]) -> None:
-    """The sign bit of a word is multiplied to itself by any odd number: one sum would be blind."""
-    values = np.zeros((10_000,), BY_ITEMSIZE[itemsize])
-    for byte in {0, itemsize - 1}:
-        changed = values.copy()
-        for element in pair:
-            changed.view(np.uint8)[element * itemsize + byte] ^= 1 << bit
-        assert whole(changed) != whole(values)
 
 
 # 128-bit digests: one value, however the bytes are given.

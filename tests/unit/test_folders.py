@@ -1,5 +1,6 @@
 """Which folder is meant: URLs, names that differ between ranks, ranks that are not connected."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.app import app
 from dist_checkpointing.tools.convert import convert
-from faults import replaced, without_links
+from faults import without_links
 from states import rows, shard
 
 
@@ -237,20 +238,22 @@ def test_a_process_that_is_alone_needs_no_process_group(
     assert type(default_comm()) is SingleProcess
 
 
-@pytest.mark.parametrize("exclusive_renames", [True, False])
-def test_a_new_name_replaces_no_file(tmp_path: Path, *, exclusive_renames: bool) -> None:
-    """Not even one that another machine has made after the last look."""
-    (tmp_path / "mine").write_text("mine")
-    (tmp_path / "theirs").write_text("theirs")
-    without = without_links(kernel_copies=False, exclusive_renames=exclusive_renames)
-    with without, replaced("os.path.lexists", lambda *_: False):
+@pytest.mark.parametrize("memory", [None, "/dev/shm"])
+def test_a_new_name_replaces_no_file(tmp_path: Path, memory: str | None) -> None:
+    """Where there are no links, and where not even a rename is possible: to another file system."""
+    mine, copied_to = tmp_path / "mine", tempfile.TemporaryDirectory(dir=memory)
+    mine.write_text("mine")
+    with copied_to as name, without_links(kernel_copies=False):
+        folder = Path(name)
+        (folder / "theirs").write_text("theirs")
         with pytest.raises(FileExistsError, match="theirs"):
-            rename_new(tmp_path / "mine", tmp_path / "theirs")
+            rename_new(mine, folder / "theirs")
         with pytest.raises(FileNotFoundError):
-            rename_new(tmp_path / "nothing", tmp_path / "new")
-        assert (tmp_path / "theirs").read_text() == "theirs"
-        rename_new(tmp_path / "mine", tmp_path / "new")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "theirs": "theirs",
-        "new": "mine",
-    }
+            rename_new(tmp_path / "nothing", folder / "new")
+        assert (folder / "theirs").read_text() == "theirs"
+        rename_new(mine, folder / "new")
+        assert {path.name: path.read_text() for path in folder.iterdir()} == {
+            "theirs": "theirs",
+            "new": "mine",
+        }
+    assert not mine.exists()

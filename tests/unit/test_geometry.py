@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
-from dist_checkpointing.format import Box, ChunkGrid, Window
+from dist_checkpointing.format import Box
 from dist_checkpointing.format.geometry import Ints, split_flat_range, split_rows
 from tiers import examples
 
@@ -60,54 +60,6 @@ def test_intersect_and_contains(data: st.DataObject) -> None:
 def test_split_flat_range_refuses_what_is_outside(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="outside"):
         split_flat_range((3, 4), start, stop)
-
-
-@st.composite
-def grids(draw: st.DrawFn) -> ChunkGrid:
-    shape = draw(shapes)
-    chunk = tuple(draw(st.integers(1, 8)) for _ in shape)
-    return ChunkGrid(shape, chunk)
-
-
-def all_indices(grid: ChunkGrid) -> list[Ints]:
-    return list(itertools.product(*map(range, grid.counts)))
-
-
-@examples(150)
-@given(grids())
-def test_chunks_partition_the_tensor(grid: ChunkGrid) -> None:
-    shape = grid.global_shape
-    owner = np.full(shape, -1)
-    for number, index in enumerate(all_indices(grid)):
-        box = grid.box(index)
-        assert Box.whole(shape).contains(box)
-        assert box.num_elements > 0
-        assert (owner[box.slices()] == -1).all()
-        owner[box.slices()] = number
-        assert grid.index_at(box.offset) == index
-        assert grid.index_at(tuple(s - 1 for s in box.stop)) == index
-    assert (owner != -1).all()
-
-
-@examples(150)
-@given(st.data())
-def test_split_flat_range_covers_exactly_and_in_order(data: st.DataObject) -> None:
-    shape = data.draw(shapes)
-    size = math.prod(shape)
-    start = data.draw(st.integers(0, size))
-    stop = data.draw(st.integers(start, size))
-    boxes = split_flat_range(shape, start, stop)
-    assert list(itertools.chain.from_iterable(elements(b, shape) for b in boxes)) == list(
-        range(start, stop)
-    )
-    assert len(boxes) <= max(2 * len(shape) - 1, 1)
-    filled = 0  # A flattened shard is seen as boxes of the whole tensor, each a run in its buffer.
-    for box in boxes:
-        assert box.num_elements
-        assert len(box.offset) == len(box.shape) == len(shape)
-        run = Window(-start, shape, box).contiguous_range()
-        assert run == (filled, filled + box.num_elements)
-        filled += box.num_elements
 
 
 @examples(150)

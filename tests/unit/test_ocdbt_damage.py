@@ -73,16 +73,16 @@ def test_every_flipped_bit_and_every_cut_is_found(small: Path, tmp_path: Path, n
             with pytest.raises(CorruptCheckpointError):
                 read(folder)
     for length in range(len(whole)):
-        for rest in (b"", bytes(len(whole) - length)):
-            (folder / name).write_bytes(whole[:length] + rest)
-            with pytest.raises(CorruptCheckpointError):
-                read(folder)
+        rest = bytes(len(whole) - length) if length % 2 else b""
+        (folder / name).write_bytes(whole[:length] + rest)
+        with pytest.raises(CorruptCheckpointError):
+            read(folder)
     (folder / name).unlink()
     with pytest.raises(CorruptCheckpointError, match="missing"):
         read(folder)
 
 
-@examples(200)
+@examples(100)
 @given(st.data())
 def test_a_wrong_body_below_a_right_checksum(small: Path, data: st.DataObject) -> None:
     """Whoever makes up a record can also compute its checksum."""

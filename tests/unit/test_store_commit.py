@@ -23,7 +23,7 @@ from dist_checkpointing.filesystem.object_store_locks import Claim
 from dist_checkpointing.format import StoreAttempt, read_commit
 from dist_checkpointing.format.removal import remove_from_store
 from faults import store_down, store_requests, without_waiting
-from store_saves import CONFIG, OTHER_CONFIG, PERIOD, begin, loaded, names, put, save
+from store_saves import CONFIG, PERIOD, begin, loaded, names, put, save
 
 
 @pytest.fixture
@@ -55,39 +55,6 @@ def test_a_save_is_a_checkpoint_once_it_has_committed(location: ObjectPath) -> N
         f"data/{attempt.id}/x.bin",
         "metadata.json",
     ]
-
-
-def test_a_checkpoint_is_not_saved_over(location: ObjectPath) -> None:
-    first = save(location)
-    before = names(location)
-    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
-        begin(location)
-    assert names(location) == before
-    commit = read_commit(location)
-    assert commit is not None
-    assert commit.attempt == first
-    assert loaded(location) == first
-
-
-def test_a_save_in_progress_is_not_saved_over(location: ObjectPath) -> None:
-    attempt = begin(location)
-    put(attempt.folder / "x.bin", attempt.id.encode())
-    with pytest.raises(CheckpointExistsError, match="in use"):
-        begin(location)
-    attempt.commit(CONFIG)
-    assert loaded(location) == attempt.id
-
-
-def test_an_overwritten_checkpoint_stays_loadable_until_the_commit(location: ObjectPath) -> None:
-    first = save(location)
-    attempt = begin(location, overwrite=True)
-    put(attempt.folder / "x.bin", attempt.id.encode())
-    assert loaded(location) == first
-    attempt.commit(OTHER_CONFIG)
-    assert loaded(location) == attempt.id
-    assert location.store.list_folder((location / "data").prefix)[0] == [attempt.id]
-    content = location.store.get((location / "metadata.json").key)
-    assert json.loads(content)["sharded_backend"] == "zarr"
 
 
 @pytest.mark.parametrize("end", ["abandon", "release"])
