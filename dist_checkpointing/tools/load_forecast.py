@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import math
-import pkgutil
 import re
-import sys
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import Finding, StateMismatchError, merge_findings
+from dist_checkpointing.errors import Finding, merge_findings
 from dist_checkpointing.filesystem.ranged_reads import StoreFile
 from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from dist_checkpointing.mapping.nested_dicts import DictKey, Path as TreePath
-from dist_checkpointing.mapping.state_dict_parts import StateDictParts
+from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.planning import MetadataIndex, ReadItem
-from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation
 from dist_checkpointing.planning.resharding import plan_load
 from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
-from dist_checkpointing.validation.load_errors import compare
 
 _SCRATCH_BYTES = 2**22
 """Small neighbours are read together into a buffer of at most this size."""
@@ -126,129 +117,61 @@ def part_of(stored: StoredTensor, cut: KeyCut, part: int, parts: int) -> Box:
     return Box(tuple(offset), tuple(shape))
 
 
-# What each rank wants.
-
-
-class RankWants(NamedTuple):
-    """What some ranks want, all of them the same: shards without data, and cells of objects."""
-
-    ranks: tuple[int, ...]
-    tensors: dict[TreePath, ShardedTensor]
-    objects: tuple[ShardedObject, ...] = ()
-
-
-def of_tensor_parallel(
-    index: Index, cuts: Sequence[KeyCut], *, parts: int, replicas: int
-) -> list[RankWants]:
-    """Ranks that hold ``parts`` of every tensor, each part ``replicas`` times.
-
-    Rank ``r`` holds part ``r % parts``, as in Megatron, where tensor-parallel ranks are neighbours.
-    """
-    wants = []
-    for part in range(parts):
-        boxes = ((index[cut.key], part_of(index[cut.key], cut, part, parts)) for cut in cuts)
-        tensors: dict[TreePath, ShardedTensor] = {
-            (DictKey(row.key),): ShardedTensor.of_box(row, box) for row, box in boxes
-        }
-        wants.append(RankWants(tuple(range(part, parts * replicas, parts)), tensors))
-    return wants
-
-
-def of_function(name: str, world_size: int) -> list[RankWants]:
-    """The ranks whose sharded state dicts ``module:function(rank, world_size)`` returns.
-
-    The default device is then "meta", so that the tensors it makes take no memory.
-    """
-    if ":" not in name:
-        raise ValueError(f"{name!r} is not of the form MODULE:FUNCTION")
-    # As `python -m` does it: what lies in the current folder can be imported.
-    folder = str(Path.cwd())
-    sys.path.insert(0, folder)
-    try:
-        with _telling(f"cannot import {name!r}"):
-            function = pkgutil.resolve_name(name)
-    finally:
-        sys.path.remove(folder)
-    if not callable(function):
-        raise ValueError(f"{name!r} is not a function")  # noqa: TRY004 - a text
-    wants = []
-    for rank in range(world_size):
-        with _telling(f"{name}({rank}, {world_size}) failed"), torch.device("meta"):
-            parts = StateDictParts.of(function(rank, world_size))
-        tensors = {path: leaf.without_data() for path, leaf in parts.tensors.items()}
-        wants.append(RankWants((rank,), tensors, tuple(parts.objects.values())))
-    return wants
-
-
-@contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """Say of any error of the user's code what was done."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
-
-
 # What it costs.
 
 
 def forecast_of(
-    checkpoint: Checkpoint, wants: Sequence[RankWants], made: Derivation | None = None
+    checkpoint: Checkpoint,
+    cuts: Sequence[KeyCut],
+    *,
+    parts: int,
+    replicas: int,
+    made: Derivation | None = None,
 ) -> dict[str, Any]:
     """Plan the load of every rank, perhaps of what a recipe has made, and add up what it takes.
 
+    Ranks hold ``parts`` of every tensor, each part ``replicas`` times. Rank ``r`` holds part ``r %
+    parts``, as in Megatron, where tensor-parallel ranks are neighbours.
+
     The document of ``--json``, but for the findings, which are not yet rows, and the cuts.
-    ``read_bytes_if_shared`` are read if ranks that want the same read it once and pass it on;
-    ``unasked`` are the keys that no rank wants. Of ranks that want the same: ``read_bytes`` are
-    what storage has to deliver to each, see ``bytes_read``, ``num_reads`` is the number of boxes to
-    copy, and ``peak_bytes`` the memory for the shards and for what is read on the way to them.
+    ``read_bytes_if_shared`` are read if ranks that want the same read it once and pass it on. Of
+    ranks that want the same: ``read_bytes`` are what storage has to deliver to each, see
+    ``bytes_read``, ``num_reads`` is the number of boxes to copy, and ``peak_bytes`` the memory for
+    the shards and for what is read on the way to them.
     """
     reader = checkpoint.reads.set_up_reader(checkpoint.index)
     index = checkpoint.reads.index_for(checkpoint.index)
     stored = index if made is None else made.index
-    objects: Container[str] = ()
-    if any(want.objects for want in wants):
-        objects = checkpoint.objects if made is None else {*made.objects, *made.kept_objects}
     findings: list[Finding] = []
     rows: list[dict[str, Any]] = []
-    for want in wants:
-        misfits: list[Finding] = []
-        try:
-            compare(WantedTable(want.tensors), stored, "error", planner_knows_keys=False)
-        except StateMismatchError as error:
-            misfits += error.findings
-        unfit = {finding.key for finding in misfits if finding.problem != "dtype differs"}
-        leaves = [leaf for leaf in want.tensors.values() if leaf.key not in unfit]
+    for part in range(parts):
+        leaves = [
+            ShardedTensor.of_box(stored[cut.key], part_of(stored[cut.key], cut, part, parts))
+            for cut in cuts
+        ]
         wanted_bytes = int(describe(leaves, 0).num_bytes.sum())
         if made is not None:
             leaves = [source for leaf in leaves for source in source_leaves(made, leaf, [])]
         items, uncovered = plan_load(index, leaves)
-        misfits += uncovered
-        misfits += [
-            Finding("object not in the checkpoint", leaf.unique_key)
-            for leaf in want.objects
-            if leaf.key not in objects
-        ]
-        findings += [replace(finding, ranks=want.ranks) for finding in misfits]
+        ranks = tuple(range(part, parts * replicas, parts))
+        findings += [replace(finding, ranks=ranks) for finding in uncovered]
         cost = _cost(items.items(), index, reader, wanted_bytes)
-        rows.append({"ranks": want.ranks, "num_tensors": len(want.tensors), **cost})
+        rows.append({"ranks": ranks, "num_tensors": len(cuts), **cost})
     files = sorted({name for row in rows for name in row["files"]})
     lost = [
         Finding("a file that would be read is missing", path=f"{reader.checkpoint_dir}/{name}")
         for name in files
         if reader.files.size_of(name) is None
     ]
-    asked = {leaf.key for want in wants for leaf in want.tensors.values()}
     return {
         "checkpoint": str(checkpoint.path),
         "backend": checkpoint.backend,
-        "num_ranks": sum(len(row["ranks"]) for row in rows),
-        "wanted_bytes": sum(row["wanted_bytes"] * len(row["ranks"]) for row in rows),
-        "read_bytes": sum(row["read_bytes"] * len(row["ranks"]) for row in rows),
+        "num_ranks": parts * replicas,
+        "wanted_bytes": sum(row["wanted_bytes"] * replicas for row in rows),
+        "read_bytes": sum(row["read_bytes"] * replicas for row in rows),
         "read_bytes_if_shared": sum(row["read_bytes"] for row in rows),
         "files": files,
         "ranks": rows,
-        "unasked": [key for key in (index if made is None else made.tensors) if key not in asked],
         "findings": [*merge_findings(findings), *lost],
     }
 

@@ -18,15 +18,12 @@ from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.file_names import WHOLE_KEY
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.recipe import Recipe, derive
-from dist_checkpointing.serialization.load_recipe import shapes_of
 from dist_checkpointing.tools.load_forecast import (
     MEGATRON_RULES,
     KeyCut,
     Reason,
     cut_keys,
     forecast_of,
-    of_function,
-    of_tensor_parallel,
     parse_rule,
 )
 from dist_checkpointing.tools.opening import CheckpointArgument, open_named
@@ -48,10 +45,6 @@ def plan(
     checkpoint: CheckpointArgument,
     tp: Annotated[int, Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
     dp: Annotated[int, Option("--dp", min=1, help="Data-parallel replicas of each.")] = 1,
-    ranks: Annotated[
-        int | None,
-        Option("--ranks", min=1, help="Ranks for which to call the function of --template."),
-    ] = None,
     shard: Annotated[
         list[str] | None,
         Option(
@@ -59,14 +52,6 @@ def plan(
             metavar="PATTERN=AXIS",
             help="Cut the keys that match PATTERN along this axis; 'none': not at all. May be "
             "repeated; the first that matches counts.",
-        ),
-    ] = None,
-    template: Annotated[
-        str | None,
-        Option(
-            "--template",
-            metavar="MODULE:FUNCTION",
-            help="What each rank wants: function(rank, world_size) returns a sharded state dict.",
         ),
     ] = None,
     recipe: Annotated[
@@ -95,29 +80,15 @@ def plan(
     """
     rules = [parse_rule(text) for text in shard or []]
     opened = open_named(checkpoint)
-    if (template is None) != (ranks is None):
-        raise ValueError("--template and --ranks go together: pass both, or neither")
-    if template is not None and (tp > 1 or dp > 1 or rules):
-        raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
-    rows = None if recipe is None else Recipe.read(recipe)
-    cuts: list[KeyCut] = []
     made, index = None, opened.index
-    if template is None or ranks is None:
-        if rows is not None:
-            made = derive(rows, opened.index, opened.objects)
-            index = made.index
-        for text, rule in zip(shard or (), rules, strict=True):
-            if not any(map(rule.pattern.fullmatch, index)):
-                raise LookupError(f"--shard {text}: no key matches: {WHOLE_KEY}")
-        cuts = cut_keys(index, tp, [*rules, *MEGATRON_RULES])
-        wants = of_tensor_parallel(index, cuts, parts=tp, replicas=dp)
-    else:
-        wants = of_function(template, ranks)
-        if rows is not None:
-            leaves = [leaf for want in wants for leaf in want.tensors.values()]
-            cells = {leaf.key for want in wants for leaf in want.objects}
-            made = derive(rows, opened.index, opened.objects, shapes_of(leaves), cells)
-    found = forecast_of(opened, wants, made)
+    if recipe is not None:
+        made = derive(Recipe.read(recipe), opened.index, opened.objects)
+        index = made.index
+    for text, rule in zip(shard or (), rules, strict=True):
+        if not any(map(rule.pattern.fullmatch, index)):
+            raise LookupError(f"--shard {text}: no key matches: {WHOLE_KEY}")
+    cuts = cut_keys(index, tp, [*rules, *MEGATRON_RULES])
+    found = forecast_of(opened, cuts, parts=tp, replicas=dp, made=made)
     found["cuts"] = [cut._asdict() for cut in cuts]
     report = Report()
     for line in str(made or "").splitlines():
@@ -147,7 +118,7 @@ def _add_forecast(
     report.line(f"{opened.path} ({backend} {version}): {size}")
     num_ranks = found["num_ranks"]
     topology = f"Load on {counted(num_ranks, 'rank')}"
-    if cuts and num_ranks > 1:
+    if num_ranks > 1:
         topology += f": {counted(tp, 'tensor-parallel rank')}"
         topology += f" x {num_ranks // tp} replicas" if num_ranks > tp else ""
     report.line(topology)
@@ -155,12 +126,9 @@ def _add_forecast(
     _add_costs(report, found["ranks"])
     report.section()
     report.facts(_totals(opened, found))
-    if cuts and tp > 1:
+    if tp > 1:
         report.section()
         _add_cuts(report, index, cuts, tp)
-    if unasked := found["unasked"]:
-        report.paragraph(f"wanted by no rank: {counted(len(unasked), 'tensor')}", "yellow")
-        _add_keys(report, unasked)
     findings = [f"  {finding}" for finding in found["findings"]]
     report.section(f"This load would fail: {counted(len(findings), 'finding')}", "red")
     report.lines(findings, None, _MAX_LISTED)
