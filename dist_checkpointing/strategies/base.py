@@ -50,10 +50,7 @@ from dist_checkpointing.strategies.registry import (
     register_default_strategy,
 )
 from dist_checkpointing.threads import fill
-from dist_checkpointing.validation.load_errors import (
-    clear_partly_stored,
-    with_memory,
-)
+from dist_checkpointing.validation.load_errors import clear_partly_stored, with_memory
 
 __all__ = [
     "AsyncSaveShardedStrategy",

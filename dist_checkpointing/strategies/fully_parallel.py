@@ -42,10 +42,7 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.replica_balancing import (
-    check_replicas_have_data,
-    share_out,
-)
+from dist_checkpointing.planning.replica_balancing import check_replicas_have_data, share_out
 from dist_checkpointing.planning.shard_table import Int64s, PackedTable, concatenate, describe, pack
 from dist_checkpointing.planning.table_exchange import AgreedCache
 from dist_checkpointing.planning.user_planner import overrides

@@ -27,12 +27,7 @@ from dist_checkpointing.tools.load_forecast import (
     parse_rule,
 )
 from dist_checkpointing.tools.opening import CheckpointArgument, open_named
-from dist_checkpointing.tools.report import (
-    AsJson,
-    Report,
-    is_narrower_than,
-    same_for_all_layers,
-)
+from dist_checkpointing.tools.report import AsJson, Report, is_narrower_than, same_for_all_layers
 
 _MAX_ROWS = 16
 _NARROW = 76

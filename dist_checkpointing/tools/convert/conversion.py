@@ -28,11 +28,7 @@ from dist_checkpointing.planning.recipe import Derivation, Recipe, require_recip
 from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.verification import cause_of
-from dist_checkpointing.tools.convert.plan import (
-    ConversionPlan,
-    ConvertOptions,
-    plan_conversion,
-)
+from dist_checkpointing.tools.convert.plan import ConversionPlan, ConvertOptions, plan_conversion
 from dist_checkpointing.tools.convert.source import Source
 from dist_checkpointing.tools.convert.write import Target
 from dist_checkpointing.tools.values import budget_of
