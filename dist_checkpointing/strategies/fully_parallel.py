@@ -60,11 +60,7 @@ from dist_checkpointing.strategies.base import (
 )
 from dist_checkpointing.strategies.unplanned_strategies import WrappedLoadStrategy, as_planned
 
-__all__ = [
-    "FullyParallelLoadStrategyWrapper",
-    "FullyParallelSaveStrategyWrapper",
-    "distribute_shards_to_ranks",
-]
+__all__ = ["distribute_shards_to_ranks"]  # beside what stands below
 
 T = TypeVar("T")
 Arrays = Callable[[int], torch.Tensor]

@@ -4,12 +4,11 @@ Importing this package also teaches zarr-python bfloat16 and the 8-bit floats, s
 ``zarr.open`` reads every array written here.
 """
 
-from dist_checkpointing.strategies.zarr.v2 import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from dist_checkpointing.strategies.zarr.v3 import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
-
-__all__ = [
-    "Zarr3LoadShardedStrategy",
-    "Zarr3SaveShardedStrategy",
-    "ZarrLoadShardedStrategy",
-    "ZarrSaveShardedStrategy",
-]
+from dist_checkpointing.strategies.zarr.v2 import (
+    ZarrLoadShardedStrategy as ZarrLoadShardedStrategy,
+    ZarrSaveShardedStrategy as ZarrSaveShardedStrategy,
+)
+from dist_checkpointing.strategies.zarr.v3 import (
+    Zarr3LoadShardedStrategy as Zarr3LoadShardedStrategy,
+    Zarr3SaveShardedStrategy as Zarr3SaveShardedStrategy,
+)
