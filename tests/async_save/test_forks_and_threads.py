@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -160,9 +159,8 @@ def in_threads(action: Callable[[int], None]) -> None:
         raise errors[0]
 
 
-@pytest.mark.parametrize("finalize", ["background", "caller"])
-def test_threads_share_a_saver(finalize: Any, tmp_path: Path) -> None:
-    saver = AsyncSaver(finalize=finalize)
+def test_threads_share_a_saver(tmp_path: Path) -> None:
+    saver = AsyncSaver()
 
     def one(number: int) -> None:
         for turn in range(3):
