@@ -133,13 +133,6 @@ class BlockQuantization:
                 step = partial(self.quantize, part, view, read)
             yield Task([(self.values, place, read)], step)
 
-    def made_of(self, values: Box) -> Box | None:
-        """The box of codes or scales that a box of values makes; None if it cuts a block."""
-        blocks = _blocks_of(values, self.block)
-        if self._values_in(blocks) != values:
-            return None
-        return blocks if self.makes_scales else values
-
     def quantize(self, box: Box, made: Tensor, values: Tensor) -> None:
         """Compute a box of codes or scales of the values in all blocks that it meets."""
         first = self._values_in(self._blocks_for(box)).offset

@@ -117,7 +117,7 @@ class Quantize(EachRule, name="quantize"):
     both in float32, and NaN if the value is NaN or infinite. No sharding changes a bit of them.
 
     Tensors in FP8, scales, and tensors with fewer axes than a block, such as norms and biases, stay
-    as they are. In a save each shard must hold whole blocks.
+    as they are.
 
     Example:
         >>> from dist_checkpointing.planning import Quantize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,19 +17,19 @@ from dist_checkpointing.mapping import ShardedBase, ShardedTensor, tensor_memory
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts, with_leaves
 from dist_checkpointing.planning.derived_tensors import DerivedTensor, Piece
-from dist_checkpointing.planning.quantization import BlockQuantization
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive, require_recipe
 from dist_checkpointing.serialization.load_recipe import boxes_of, shapes_of
 from dist_checkpointing.threads import paused_collector
 
 Shapes = Mapping[str, tuple[Ints, tensor_memory.DType]]
 
+_REMEDY = "Dequantize on load; save without Quantize, and convert with it afterwards."
+
 
 def changed_state(recipe: Recipe, state_dict: Mapping[Any, Any], comm: Comm) -> dict[Any, Any]:
     """A state dict with what a recipe makes of the sharded leaves of all ranks. Collective.
 
-    New tensors are views of the given ones, but for quantized ones; what is cast is so when it is
-    written, see ``cast_by``.
+    New tensors are views of the given ones; what is cast is so when it is written, see ``cast_by``.
 
     Raises:
         TypeError: if ``recipe`` is no Recipe.
@@ -47,9 +47,9 @@ def changed_state(recipe: Recipe, state_dict: Mapping[Any, Any], comm: Comm) -> 
         index = _index_of([shapes for shapes, _ in of_ranks])
         made = derive(recipe, index, dict.fromkeys(key for _, keys in of_ranks for key in keys))
         findings = [
-            Finding("its values are made of codes and scales", key, remedy="Dequantize on load.")
+            Finding("a save neither quantizes nor dequantizes", key, remedy=_REMEDY)
             for key, tensor in made.tensors.items()
-            if any(source.quantization for piece in tensor.pieces for source in _sources(piece))
+            if any(piece.quantization for piece in tensor.pieces)
         ]
         if findings:
             raise StateMismatchError("the recipe is for loads and conversions", findings)
@@ -83,67 +83,30 @@ def _tensors(
     made: Derivation, leaves: Iterable[ShardedTensor], rank: int
 ) -> Iterator[ShardedTensor]:
     """The parts of new tensors that the leaves of a rank fill; rank 0 adds what nothing fills."""
-    users = defaultdict[str, list[tuple[str, DerivedTensor, Piece, Piece]]](list)
+    users = defaultdict[str, list[tuple[str, DerivedTensor, Piece]]](list)
     for key, tensor in made.tensors.items():
-        for piece, source in [(p, source) for p in tensor.pieces for source in _sources(p)]:
-            if source.key is not None:
-                users[source.key].append((key, tensor, piece, source))
+        for piece in tensor.pieces:
+            if piece.key is not None:
+                users[piece.key].append((key, tensor, piece))
             elif rank == 0:
-                zeros = torch.zeros((), dtype=tensor.dtype.torch).expand(source.box.shape)
-                yield from _filled(key, tensor, piece, source.box, zeros)
+                zeros = torch.zeros((), dtype=tensor.dtype.torch).expand(piece.box.shape)
+                yield _part(key, tensor, piece.box, zeros)
         if rank == 0 and not tensor.pieces:
             yield _part(key, tensor, Box.whole(tensor.shape), torch.empty(tensor.shape))
     for leaf in leaves:
-        for key, tensor, piece, source in users[leaf.key]:
+        for key, tensor, piece in users[leaf.key]:
             if made.stored_as(tensor) is not None:
                 yield _renamed(leaf, key, tensor)
                 continue
             for box, values in boxes_of(leaf):
-                part = source.filled_by(box)
+                part = piece.filled_by(box)
                 if part is None:
                     continue
-                own = _view(part, box, values)
-                for new in _filled(key, tensor, piece, part.box, own):
-                    new.replica_id = leaf.replica_id
-                    yield new
-
-
-def _sources(piece: Piece) -> Sequence[Piece]:
-    """The pieces that shards fill: those of the values, if they are quantized."""
-    own = piece.quantization
-    return own.values.pieces if isinstance(own, BlockQuantization) else [piece]
-
-
-def _filled(
-    key: str, tensor: DerivedTensor, piece: Piece, box: Box, values: torch.Tensor | None
-) -> Iterator[ShardedTensor]:
-    """The part that values fill: those of a box of what is quantized, or of the tensor."""
-    own = piece.quantization
-    if isinstance(own, BlockQuantization):
-        made, sources = own.made_of(box), ", ".join(own.values.sources)
-        if made is None:
-            finding = Finding(
-                f"a shard cuts a block of {own.block}, whose scale needs all values of it",
-                sources if sources == key else f"{key} (of {sources})",
-                found=f"{box} of {own.values.shape}",
-                remedy="Gather it first, or save without this rule and convert with it afterwards.",
-            )
-            raise InvalidShardingError("the recipe cannot quantize what a rank holds", [finding])
-        if values is not None:
-            read = values.to(own.values.dtype.torch)
-            values = values.new_empty(made.shape, dtype=tensor.dtype.torch)
-            own.quantize(made, values, read)
-        part = piece.filled_by(made)
-        if part is None:
-            return
-        box, values = part.box, _view(part, made, values)
-    yield _part(key, tensor, box, values)
-
-
-def _view(part: Piece, box: Box, values: torch.Tensor | None) -> torch.Tensor | None:
-    """The values of a part, of those in a box of its source."""
-    place = part.source_box.relative_to(box.offset)
-    return None if values is None else part.from_source(values[place.slices()])
+                place = part.source_box.relative_to(box.offset).slices()
+                own = None if values is None else part.from_source(values[place])
+                new = _part(key, tensor, part.box, own)
+                new.replica_id = leaf.replica_id
+                yield new
 
 
 def _renamed(leaf: ShardedTensor, key: str, tensor: DerivedTensor) -> ShardedTensor:
