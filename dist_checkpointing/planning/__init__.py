@@ -42,7 +42,7 @@ if typing.TYPE_CHECKING:
         megatron_to_mixtral as megatron_to_mixtral,
         mixtral_to_megatron as mixtral_to_megatron,
     )
-    from dist_checkpointing.planning.quantization_rules import (
+    from dist_checkpointing.planning.quantization import (
         Dequantize as Dequantize,
         Quantize as Quantize,
     )
@@ -69,7 +69,7 @@ if typing.TYPE_CHECKING:
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> typing.Any:
-        modules = ("recipe", "recipe_rules", "quantization_rules", "model_recipes")
+        modules = ("recipe", "recipe_rules", "quantization", "model_recipes")
         for module in () if name.startswith("_") else modules:
             found = vars(importlib.import_module(f"{__name__}.{module}")).get(name)
             # Not what the module itself has imported.

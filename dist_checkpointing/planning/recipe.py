@@ -174,8 +174,7 @@ class Recipe:
             raise _unreadable(path, str(error)) from error
         if not isinstance(rows, list):
             raise _unreadable(path, "it must be a list of rules")
-        for module in ("quantization_rules", "model_recipes"):  # they add to what is known
-            import_module(f"dist_checkpointing.planning.{module}")
+        import_module("dist_checkpointing.planning.model_recipes")  # it adds to what is known
         rules = []
         for number, row in enumerate(rows, 1):
             try:
