@@ -35,13 +35,13 @@ from dist_checkpointing.planning.recipe_rules import (
 )
 
 T = TypeVar("T", DerivedTensor, str)
-Made = TypeVar("Made", bound="Callable[..., Recipe]")
+_Made = TypeVar("_Made", bound="Callable[..., Recipe]")
 
 READY_MADE: dict[str, Callable[..., Recipe]] = {}
 """The ready-made recipes by the names that they have in files."""
 
 
-def ready_made(recipe: Made) -> Made:
+def ready_made(recipe: _Made) -> _Made:
     """Note a function that makes a recipe, for files to name."""
     READY_MADE[recipe.__name__] = recipe
     return recipe
