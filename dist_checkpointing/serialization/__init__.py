@@ -21,5 +21,5 @@ from dist_checkpointing.serialization.load_metadata import (
     preview_removal as preview_removal,
     remove_sharded_tensors as remove_sharded_tensors,
 )
-from dist_checkpointing.serialization.load_recipe import preview_recipe as preview_recipe
+from dist_checkpointing.serialization.recipes import preview_recipe as preview_recipe
 from dist_checkpointing.serialization.save import save as save

@@ -29,7 +29,7 @@ from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.planning.resharding import plan_load
 from dist_checkpointing.planning.shard_table import describe
-from dist_checkpointing.serialization.load_recipe import source_leaves
+from dist_checkpointing.serialization.recipes import source_leaves
 from dist_checkpointing.storage.interface import StorageReader
 from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
 from dist_checkpointing.tools.opening import CheckpointArgument, open_named
