@@ -247,20 +247,15 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         checkpoint_dir: str | PathLike[str],
         sharded_strategy: Selection[SaveShardedStrategy] = None,
         common_strategy: Selection[SaveCommonStrategy] = None,
-        *,
-        on_committed: Callable[[], None] | None = None,
         **options: Unpack[AsyncSaveOptions],
     ) -> SaveHandle:
-        """``async_save`` with a hook that runs on rank 0.
-
-        ``on_committed`` is called in the thread that finalizes, once the checkpoint is there; its
-        error is the save's, but the checkpoint stays.
+        """See ``async_save``.
 
         Raises:
             ValueError: if the saver is closed; and see ``async_save``.
         """
         return self._save(
-            SaveHooks(after_commit=on_committed),
+            SaveHooks(),
             sharded_state_dict,
             checkpoint_dir,
             sharded_strategy=sharded_strategy,

@@ -13,6 +13,7 @@ import torch
 
 from dist_checkpointing import AsyncSaver, async_save, load, save, threads as background
 from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.storage import Progress
 from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest
 from states import assert_at_step, at_step
 
@@ -55,10 +56,11 @@ def test_a_forked_child_is_refused_a_save_that_goes_on_in_its_parent(tmp_path: P
     gate = threading.Event()
     saver = AsyncSaver()
 
-    def wait() -> None:
-        gate.wait(PATIENCE_SECONDS)
+    def wait(report: Progress) -> None:
+        if report.phase == "committing":
+            gate.wait(PATIENCE_SECONDS)
 
-    handle = saver.save(at_step(1), tmp_path / "1", ("zarr", 2), on_committed=wait)
+    handle = saver.save(at_step(1), tmp_path / "1", ("zarr", 2), progress=wait)
     told = told_in_a_child(
         [
             handle.result,
