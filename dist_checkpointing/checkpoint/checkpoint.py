@@ -461,7 +461,10 @@ class Checkpoint(Mapping[str, TensorHandle]):
         """
         rows = [(self[key].stored, box) for key, box in wanted]
         for stored, box in rows:
-            _require_inside(stored.global_shape, stored.key, box)
+            shape, key, axes = stored.global_shape, stored.key, len(box.offset)
+            fits = axes == len(box.shape) == len(shape) and min((*box.offset, *box.shape, 0)) == 0
+            if not fits or not Box.whole(shape).contains(box):
+                raise IndexError(f"{key!r}: {box!r} does not lie in a tensor of shape {shape}")
         return self.reading(self.reads.boxes, self.index, rows)
 
     def reading(self, read: Callable[..., T], *arguments: Any) -> T:
@@ -515,11 +518,3 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def __repr__(self) -> str:
         name, version = self.backend
         return f"<Checkpoint {str(self.path)!r}: {name} {version}, {counted(len(self), 'tensor')}>"
-
-
-def _require_inside(shape: Ints, key: str, box: Box) -> None:
-    fits = (
-        len(box.offset) == len(box.shape) == len(shape) and min((*box.offset, *box.shape, 0)) == 0
-    )
-    if not fits or not Box.whole(shape).contains(box):
-        raise IndexError(f"{key!r}: {box!r} does not lie in a tensor of shape {shape}")

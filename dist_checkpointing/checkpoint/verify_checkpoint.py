@@ -155,7 +155,7 @@ class Notes(Examination):
         if checkpoint.backend != ("zarr", 2):
             return
         # Not at the top: the package zarr may be missing.
-        from dist_checkpointing.strategies.zarr.v3 import rebuild_index  # noqa: PLC0415
+        from dist_checkpointing.strategies.zarr import rebuild_index  # noqa: PLC0415
 
         try:
             rebuild_index(checkpoint.folder)

@@ -39,7 +39,7 @@ from dist_checkpointing.manager.tiers import Run
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.planning.save_plan import PlanCache
-from dist_checkpointing.serialization.async_save import AsyncSaver, Finalize, SaveHandle
+from dist_checkpointing.serialization.async_save import AsyncSaver, SaveHandle
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save_with_hooks
 from dist_checkpointing.serialization.save_steps import Capture
@@ -80,7 +80,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         on_error: what the next call does if an asynchronous save has failed. ``"raise"`` the error;
             ``"warn"``: log it and go on; ``"retry"`` the save, and raise if all attempts failed.
         retries: number of repeated attempts, for ``"retry"``.
-        finalize: see ``AsyncSaver``.
         trusted: save anything that can be pickled, and unpickle anything when loading; see ``save``
             and ``load``.
         incremental: whether each save shares files with the latest checkpoint, see ``base`` of
@@ -115,7 +114,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         retention: Retention | None = None,
         on_error: OnError = "raise",
         retries: int = 2,
-        finalize: Finalize = "background",
         trusted: bool = False,
         incremental: bool = False,
         fast: str | PathLike[str] | None = None,
@@ -153,7 +151,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._plan_cache = PlanCache()
         self._saver = AsyncSaver(
             comm=self._comm,
-            finalize=finalize,
             retries=retries if on_error == "retry" else 0,
             plan_cache=self._plan_cache,
         )

@@ -35,41 +35,15 @@ from dist_checkpointing.planning.replica_balancing import (
 )
 from dist_checkpointing.planning.resharding import plan_load as plan_load
 
-if typing.TYPE_CHECKING:
-    from dist_checkpointing.planning.model_recipes import (
-        llama_to_megatron as llama_to_megatron,
-        megatron_to_llama as megatron_to_llama,
-        megatron_to_mixtral as megatron_to_mixtral,
-        mixtral_to_megatron as mixtral_to_megatron,
-    )
-    from dist_checkpointing.planning.quantization_rules import (
-        Dequantize as Dequantize,
-        Quantize as Quantize,
-    )
-    from dist_checkpointing.planning.recipe import (
-        Derivation as Derivation,
-        Recipe as Recipe,
-        derive as derive,
-    )
-    from dist_checkpointing.planning.recipe_rules import (
-        CastTo as CastTo,
-        Concat as Concat,
-        Drop as Drop,
-        Keep as Keep,
-        Missing as Missing,
-        Rename as Rename,
-        Resize as Resize,
-        Rule as Rule,
-        Split as Split,
-        Stack as Stack,
-        Transpose as Transpose,
-        Unstack as Unstack,
-    )
-
-if not typing.TYPE_CHECKING:
+if typing.TYPE_CHECKING:  # what ``__getattr__`` finds: all that these define
+    from dist_checkpointing.planning.model_recipes import *  # noqa: F403
+    from dist_checkpointing.planning.quantization import *  # noqa: F403
+    from dist_checkpointing.planning.recipe import *  # noqa: F403
+    from dist_checkpointing.planning.recipe_rules import *  # noqa: F403
+else:
 
     def __getattr__(name: str) -> typing.Any:
-        modules = ("recipe", "recipe_rules", "quantization_rules", "model_recipes")
+        modules = ("recipe", "recipe_rules", "quantization", "model_recipes")
         for module in () if name.startswith("_") else modules:
             found = vars(importlib.import_module(f"{__name__}.{module}")).get(name)
             # Not what the module itself has imported.

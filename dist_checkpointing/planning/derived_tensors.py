@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,9 @@ import torch
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import StoredTensor
-from dist_checkpointing.planning.quantization import Quantized
+
+if TYPE_CHECKING:
+    from dist_checkpointing.planning.quantization import Quantized
 
 _FEW = 32
 """Of more pieces than these, those that meet a box are found in columns."""

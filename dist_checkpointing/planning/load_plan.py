@@ -23,12 +23,7 @@ from dist_checkpointing.mapping import ShardedBase, ShardedObject
 from dist_checkpointing.mapping.nested_dicts import Path, Position, chained
 from dist_checkpointing.mapping.sharded_tensor import ShardedTensor
 from dist_checkpointing.mapping.tensor_memory import plain_addresses
-from dist_checkpointing.planning.items import (
-    NOWHERE,
-    LoadItemType,
-    MetadataIndex,
-    ReadItem,
-)
+from dist_checkpointing.planning.items import NOWHERE, LoadItemType, MetadataIndex, ReadItem
 from dist_checkpointing.planning.shard_table import (
     Bools,
     Columns,

@@ -30,12 +30,7 @@ from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nested_dicts import Path
 from dist_checkpointing.planning.chunking import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.coverage import main_rows
-from dist_checkpointing.planning.items import (
-    ReadItem,
-    SavePlan,
-    WriteItem,
-    WriteItemType,
-)
+from dist_checkpointing.planning.items import ReadItem, SavePlan, WriteItem, WriteItemType
 from dist_checkpointing.planning.load_plan import (
     LoadPlan,
     WantedTable,

@@ -35,13 +35,13 @@ from dist_checkpointing.planning.recipe_rules import (
 )
 
 T = TypeVar("T", DerivedTensor, str)
-Made = TypeVar("Made", bound="Callable[..., Recipe]")
+_Made = TypeVar("_Made", bound="Callable[..., Recipe]")
 
 READY_MADE: dict[str, Callable[..., Recipe]] = {}
 """The ready-made recipes by the names that they have in files."""
 
 
-def ready_made(recipe: Made) -> Made:
+def ready_made(recipe: _Made) -> _Made:
     """Note a function that makes a recipe, for files to name."""
     READY_MADE[recipe.__name__] = recipe
     return recipe
@@ -174,8 +174,7 @@ class Recipe:
             raise _unreadable(path, str(error)) from error
         if not isinstance(rows, list):
             raise _unreadable(path, "it must be a list of rules")
-        for module in ("quantization_rules", "model_recipes"):  # they add to what is known
-            import_module(f"dist_checkpointing.planning.{module}")
+        import_module("dist_checkpointing.planning.model_recipes")  # it adds to what is known
         rules = []
         for number, row in enumerate(rows, 1):
             try:

@@ -22,14 +22,7 @@ import numpy.typing as npt
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.dtypes import ELEMENT_TYPES
-from dist_checkpointing.format.geometry import (
-    Box,
-    Ints,
-    changes,
-    padded,
-    padded_rows,
-    sorted_rows,
-)
+from dist_checkpointing.format.geometry import Box, Ints, changes, padded, padded_rows, sorted_rows
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,

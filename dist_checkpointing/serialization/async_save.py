@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait as wait_for
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
-from typing import Final, Literal, Unpack
+from typing import Final, Unpack
 
 import torch
 
@@ -36,10 +36,9 @@ from dist_checkpointing.storage.progress import Meter, Progress, ProgressOption
 from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
-from dist_checkpointing.threads import Ownership, fill, run_in_background
+from dist_checkpointing.threads import Ownership, run_in_background
 
 logger: logging.Logger = logging.getLogger(__name__)
-Finalize = Literal["background", "caller"]
 _KNOWN = AsyncSaveOptions.__optional_keys__ | {"sharded_strategy", "common_strategy"}
 
 
@@ -78,19 +77,14 @@ class SaveHandle:
         True
     """
 
-    def __init__(
-        self, checkpoint_dir: Location, step: int | None, comm: Comm, meter: Meter
-    ) -> None:
+    def __init__(self, checkpoint_dir: Location, step: int | None, meter: Meter) -> None:
         self.checkpoint_dir = checkpoint_dir
         self.step = step
         self._owner = Ownership("the asynchronous save")
         self.captured: threading.Event = _Captured(self._owner)
         self._outcome: Future[None] = Future()
-        self._comm, self._meter = comm, meter
-        self._finish: Callable[[Comm], None] | None = None
-        self._forgotten: weakref.finalize[..., SaveHandle] | None = None
+        self._meter = meter
         self._is_seen = False
-        self._finishing = threading.Lock()
 
     @property
     def progress(self) -> Progress:
@@ -98,16 +92,12 @@ class SaveHandle:
         return self._meter.progress
 
     def done(self) -> bool:
-        """Whether ``result`` would return (or raise) at once; not collective.
-
-        With ``finalize="caller"``: whether this rank has written its part, so that ``result`` only
-        has to wait for the other ranks and the commit.
-        """
+        """Whether ``result`` would return (or raise) at once; not collective."""
         self._owner.require()
         return self._outcome.done()
 
     def result(self, timeout_seconds: float | None = None) -> None:
-        """Wait for the checkpoint to be committed. Collective with ``finalize="caller"`` only.
+        """Wait for the checkpoint to be committed. Not collective.
 
         Raises:
             TimeoutError: if this rank is not through in time; the save goes on, and a later call
@@ -117,16 +107,8 @@ class SaveHandle:
         """
         self._owner.require()
         self._outcome.exception(timeout_seconds)  # only to wait
-        with self._finishing:
-            if self._finish is not None:
-                finish, self._finish = self._finish, None
-                if self._forgotten is not None:
-                    self._forgotten.detach()
-                outcome: Future[None] = Future()
-                fill(outcome, lambda: finish(self._comm))
-                self._outcome = outcome
-            self._is_seen = True
-            self._outcome.result()
+        self._is_seen = True
+        self._outcome.result()
 
     def exception(self, timeout_seconds: float | None = None) -> BaseException | None:
         """Like ``result``, but return the error, or None, instead of raising it.
@@ -176,16 +158,8 @@ class SaveHandle:
 
         hook = optimizer.register_step_pre_hook(wait)
 
-    def start(self, job: SaveJob, background_comm: Comm | None, retries: int) -> None:
-        """Let a thread write and commit; without a ``background_comm``, ``result`` commits."""
-
-        def finish(comm: Comm) -> None:
-            try:
-                job.finish(comm, None if background_comm is None else job.write_local, retries)
-            except BaseException as error:
-                # The tracebacks of all ranks are in its text.
-                logger.error("the save into %s failed: %s", self.checkpoint_dir, error)  # noqa: TRY400
-                raise
+    def start(self, job: SaveJob, comm: Comm, retries: int) -> None:
+        """Let a thread write and commit."""
 
         def work() -> None:
             if not self.captured.is_set():
@@ -193,36 +167,27 @@ class SaveHandle:
                     job.capture_behind()
                 finally:
                     self.captured.set()
-            if background_comm is None:
-                job.write_behind()
-            else:
-                finish(background_comm)
+            try:
+                job.finish(comm, job.write_local, retries)
+            except BaseException as error:
+                # The tracebacks of all ranks are in its text.
+                logger.error("the save into %s failed: %s", self.checkpoint_dir, error)  # noqa: TRY400
+                raise
 
-        if background_comm is None:
-            self._finish = finish
-            self._forgotten = weakref.finalize(self, _warn_of_forgotten, self.checkpoint_dir)
         self._outcome = run_in_background(work, f"async-save-{self.checkpoint_dir.name}")
 
     def finish(self, comm: Comm) -> None:
-        """Finish what nobody has finished, or raise what nobody has seen. Collective.
+        """Wait for the save, and raise what nobody has seen. Collective.
 
         Raises:
             CheckpointingException: what failed on any rank, on all of them, unless ``result`` has
                 raised it on all.
         """
-        if self._finish is not None:
-            self.result()
-            return
         with comm.agreed("the save before"):
             self._owner.require()
-            with self._finishing:  # another thread may be at it
-                error = self._outcome.exception()
+            error = self._outcome.exception()
             if error is not None and not self._is_seen:
                 raise error
-
-
-def _warn_of_forgotten(folder: Location) -> None:
-    logger.warning("%s was written and never committed: nobody asked for its result", folder)
 
 
 class AsyncSaver(AbstractContextManager["AsyncSaver"]):
@@ -234,20 +199,13 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
 
     Args:
         comm: the ranks that save together; by default all of torch.distributed, or this process.
-        finalize: who talks to the other ranks once everything is written. ``"background"``: the
-            thread that wrote it, over a CPU group of its own, so that the checkpoint is committed
-            without the training's help. ``"caller"``: the thread that calls ``handle.result()`` or
-            makes the next save, on all ranks; no group is made, and a checkpoint waits for that
-            call.
         retries: how often a save that failed is written again, from the same copies. One that
             failed because a rank is gone is not.
         buffers: memory for the copies.
         plan_cache: PlanCache of the run.
 
-    Making one is collective with ``finalize="background"``.
-
-    Raises:
-        ValueError: for choices that do not exist, or do not go together.
+    Making one is collective: the thread that writes talks to the other ranks over a CPU group of
+    its own, and commits without the training's help.
 
     Example:
         >>> import torch
@@ -262,17 +220,13 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         self,
         *,
         comm: Comm | None = None,
-        finalize: Finalize = "background",
         retries: int = 0,
         buffers: StagingBuffers | None = None,
         plan_cache: PlanCache | None = None,
     ) -> None:
-        _check_choice("finalize", finalize, ("background", "caller"))
-        if retries and finalize == "caller":
-            raise ValueError("only finalize='background' can retry")
         self._buffers = StagingBuffers() if buffers is None else buffers
         self._comm = chosen_comm(comm)
-        self._background_comm = self._comm.duplicate() if finalize == "background" else None
+        self._background_comm = self._comm.duplicate()
         self._retries = retries
         self._plan_cache = PlanCache() if plan_cache is None else plan_cache
         self._last: SaveHandle | None = None
@@ -293,20 +247,15 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         checkpoint_dir: str | PathLike[str],
         sharded_strategy: Selection[SaveShardedStrategy] = None,
         common_strategy: Selection[SaveCommonStrategy] = None,
-        *,
-        on_committed: Callable[[], None] | None = None,
         **options: Unpack[AsyncSaveOptions],
     ) -> SaveHandle:
-        """``async_save`` with a hook that runs on rank 0.
-
-        ``on_committed`` is called in the thread that finalizes, once the checkpoint is there; its
-        error is the save's, but the checkpoint stays.
+        """See ``async_save``.
 
         Raises:
             ValueError: if the saver is closed; and see ``async_save``.
         """
         return self._save(
-            SaveHooks(after_commit=on_committed),
+            SaveHooks(),
             sharded_state_dict,
             checkpoint_dir,
             sharded_strategy=sharded_strategy,
@@ -331,17 +280,18 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             require_known("AsyncSaver.save", options, _KNOWN)
             comm = self._comm
             meter = Meter("asynchronous save", comm.rank, progress)
-            _check_choice("capture", capture, ("copy", "background"))
+            if capture not in ("copy", "background"):
+                raise ValueError(f"capture must be 'copy' or 'background', not {capture!r}")
             if self._is_closed:
                 raise ValueError("the saver is closed")
             self.wait()
             options["plan_cache"] = self._plan_cache
             job = SaveJob(comm.rank, meter, hooks, options, step)
             job.plan(state, checkpoint_dir, comm)
-            handle = SaveHandle(job.folder.path, step, comm, meter)
+            handle = SaveHandle(job.folder.path, step, meter)
             try:
                 # What is made durable in the background need not be waited for here.
-                job.claim(comm, durable=self._background_comm is None)
+                job.claim(comm, durable=False)
                 with comm.agreed("copying the state"):
                     job.prepare_copy(self._buffers, comm)
                     if capture == "copy":
@@ -403,7 +353,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._background_comm is not None and self._background_comm is not self._comm:
+        if self._background_comm is not self._comm:
             self._background_comm.close()
 
     def use_comm(self, comm: Comm) -> None:
@@ -414,11 +364,6 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         # In an error of this rank alone the others will not come: what is under way ends by itself.
         if kind is None:
             self.close()
-
-
-def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}")
 
 
 _KEPT_AS: Final = "async saver"

@@ -25,7 +25,7 @@ from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation, Recipe, require_recipe
 from dist_checkpointing.serialization.fingerprint_of_state import verify_restored
-from dist_checkpointing.serialization.load_recipe import (
+from dist_checkpointing.serialization.recipes import (
     apply_recipe,
     derived_index,
     derived_state,

@@ -14,11 +14,7 @@ from dist_checkpointing.comm.torch_distributed import chosen_comm
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.location import as_location, require_local
 from dist_checkpointing.filesystem.locks import FolderLock
-from dist_checkpointing.format.commit import (
-    CONTENT_METADATA_KEY,
-    data_folder,
-    read_config,
-)
+from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, data_folder, read_config
 from dist_checkpointing.format.leftovers import PlannedRemoval, clear_temporaries
 from dist_checkpointing.format.seal import read_seal, resealing
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict

@@ -45,12 +45,7 @@ from dist_checkpointing.format.leftovers import (
     attempt_json,
     is_in_attempt,
 )
-from dist_checkpointing.format.seal import (
-    MAX_SEAL_BYTES,
-    SEAL_NAME,
-    SealedFile,
-    write_seal,
-)
+from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, SealedFile, write_seal
 from dist_checkpointing.storage.driver import Finished
 from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.storage.options import Durability

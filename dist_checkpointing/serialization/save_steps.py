@@ -54,8 +54,8 @@ from dist_checkpointing.planning.replica_check import (
 from dist_checkpointing.planning.save_plan import PLANNING, PlanCache, RankFacts, SavePlanning
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.planning.table_exchange import exchange_tables
+from dist_checkpointing.serialization.recipes import changed_state
 from dist_checkpointing.serialization.save_folder import SaveFolder, SaveHooks
-from dist_checkpointing.serialization.save_recipe import changed_state
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.storage.staging import (

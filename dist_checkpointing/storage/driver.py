@@ -14,11 +14,7 @@ import numpy as np
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.format.checksums import (
-    CHECKSUMS_NAME,
-    ChecksumColumns,
-    make_tables,
-)
+from dist_checkpointing.format.checksums import CHECKSUMS_NAME, ChecksumColumns, make_tables
 from dist_checkpointing.format.index import Index, StatedSize, meets_many, stated_size
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import (
@@ -31,12 +27,7 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import (
-    PackedTable,
-    ShardTable,
-    concatenate,
-    pack,
-)
+from dist_checkpointing.planning.shard_table import PackedTable, ShardTable, concatenate, pack
 from dist_checkpointing.planning.user_planner import adapted, call_hook, placed
 from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
 from dist_checkpointing.storage.interface import (

@@ -78,9 +78,7 @@ if typing.TYPE_CHECKING:
         Zarr3SaveShardedStrategy as Zarr3SaveShardedStrategy,
         ZarrLoadShardedStrategy as ZarrLoadShardedStrategy,
         ZarrSaveShardedStrategy as ZarrSaveShardedStrategy,
-    )
-    from dist_checkpointing.strategies.zarr.v2 import ZarrV2Writer as ZarrV2Writer
-    from dist_checkpointing.strategies.zarr.v3 import (
+        ZarrV2Writer as ZarrV2Writer,
         ZarrV3Reader as ZarrV3Reader,
         ZarrV3Writer as ZarrV3Writer,
     )
@@ -110,10 +108,8 @@ _NAMES_BY_MODULE = {
     "torch_dist.metadata": "read_dcp_metadata",
     "zarr": (
         "Zarr3LoadShardedStrategy Zarr3SaveShardedStrategy ZarrLoadShardedStrategy "
-        "ZarrSaveShardedStrategy"
+        "ZarrSaveShardedStrategy ZarrV2Writer ZarrV3Reader ZarrV3Writer"
     ),
-    "zarr.v2": "ZarrV2Writer",
-    "zarr.v3": "ZarrV3Reader ZarrV3Writer",
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

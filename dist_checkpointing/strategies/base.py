@@ -50,22 +50,10 @@ from dist_checkpointing.strategies.registry import (
     register_default_strategy,
 )
 from dist_checkpointing.threads import fill
-from dist_checkpointing.validation.load_errors import (
-    clear_partly_stored,
-    with_memory,
-)
+from dist_checkpointing.validation.load_errors import clear_partly_stored, with_memory
 
+# Beside what stands below: Megatron has these here.
 __all__ = [
-    "AsyncSaveShardedStrategy",
-    "LoadCommonStrategy",
-    "LoadShardedStrategy",
-    "LoadStrategyBase",
-    "PathOrStr",
-    "PlannedLoadStrategy",
-    "PlannedSaveStrategy",
-    "SaveCommonStrategy",
-    "SaveShardedStrategy",
-    "SaveStrategyBase",
     "StrategyAction",
     "default_strategies",
     "get_default_strategy",

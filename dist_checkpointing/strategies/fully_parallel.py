@@ -42,10 +42,7 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.chunking import WholeShardLayout
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.replica_balancing import (
-    check_replicas_have_data,
-    share_out,
-)
+from dist_checkpointing.planning.replica_balancing import check_replicas_have_data, share_out
 from dist_checkpointing.planning.shard_table import Int64s, PackedTable, concatenate, describe, pack
 from dist_checkpointing.planning.table_exchange import AgreedCache
 from dist_checkpointing.planning.user_planner import overrides
@@ -63,11 +60,7 @@ from dist_checkpointing.strategies.base import (
 )
 from dist_checkpointing.strategies.unplanned_strategies import WrappedLoadStrategy, as_planned
 
-__all__ = [
-    "FullyParallelLoadStrategyWrapper",
-    "FullyParallelSaveStrategyWrapper",
-    "distribute_shards_to_ranks",
-]
+__all__ = ["distribute_shards_to_ranks"]  # beside what stands below
 
 T = TypeVar("T")
 Arrays = Callable[[int], torch.Tensor]

@@ -19,12 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dist_checkpointing.strategies.pickle_scanner import (
-    BadPickle,
-    Stub,
-    check_pickle,
-    items_of,
-)
+from dist_checkpointing.strategies.pickle_scanner import BadPickle, Stub, check_pickle, items_of
 
 # The structures of a zip archive, see APPNOTE.TXT of PKWARE, 4.3.7 to 4.3.16 and 4.5.3.
 LOCAL = struct.Struct("<4s5H3I2H")

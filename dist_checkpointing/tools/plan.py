@@ -1,46 +1,51 @@
-"""``dckpt plan``: shows what a load would cost on many ranks, without loading."""
+"""``dckpt plan``: shows what a load would cost on many ranks. Nothing is read but the index."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from heapq import nlargest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from typer import Option
 
 from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
-from dist_checkpointing.errors import counted
+from dist_checkpointing.errors import Finding, counted, merge_findings
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.format.file_names import WHOLE_KEY
-from dist_checkpointing.format.index import Index
-from dist_checkpointing.planning.recipe import Recipe, derive
-from dist_checkpointing.serialization.load_recipe import shapes_of
-from dist_checkpointing.tools.load_forecast import (
-    MEGATRON_RULES,
-    KeyCut,
-    Reason,
-    cut_keys,
-    forecast_of,
-    of_function,
-    of_tensor_parallel,
-    parse_rule,
-)
+from dist_checkpointing.filesystem.ranged_reads import StoreFile
+from dist_checkpointing.format.file_names import WHOLE_KEY, key_pattern
+from dist_checkpointing.format.geometry import Box, Window
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.planning import MetadataIndex, ReadItem
+from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
+from dist_checkpointing.planning.resharding import plan_load
+from dist_checkpointing.planning.shard_table import describe
+from dist_checkpointing.serialization.recipes import source_leaves
+from dist_checkpointing.storage.interface import StorageReader
+from dist_checkpointing.strategies.chunk_reads import axes_apart, span_bytes
 from dist_checkpointing.tools.opening import CheckpointArgument, open_named
-from dist_checkpointing.tools.report import (
-    AsJson,
-    Report,
-    is_narrower_than,
-    same_for_all_layers,
-)
+from dist_checkpointing.tools.report import AsJson, Report, is_narrower_than, same_for_all_layers
 
 _MAX_ROWS = 16
 _NARROW = 76
 _MAX_LISTED = 10
 _EXIT_FAILS = 1
+_SCRATCH_BYTES = 2**22
+"""Small neighbours are read together into a buffer of at most this size."""
+_COLUMN_PARALLEL = (
+    "word_embeddings|output_layer|linear_qkv|linear_q|linear_kv|linear_fc1|query_key_value|"
+    "dense_h_to_4h|embed_tokens|lm_head|q_proj|k_proj|v_proj|gate_proj|up_proj"
+)
+_ROW_PARALLEL = "linear_proj|linear_fc2|dense_4h_to_h|o_proj|down_proj"
 
 
 def plan(
@@ -48,10 +53,6 @@ def plan(
     checkpoint: CheckpointArgument,
     tp: Annotated[int, Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
     dp: Annotated[int, Option("--dp", min=1, help="Data-parallel replicas of each.")] = 1,
-    ranks: Annotated[
-        int | None,
-        Option("--ranks", min=1, help="Ranks for which to call the function of --template."),
-    ] = None,
     shard: Annotated[
         list[str] | None,
         Option(
@@ -59,14 +60,6 @@ def plan(
             metavar="PATTERN=AXIS",
             help="Cut the keys that match PATTERN along this axis; 'none': not at all. May be "
             "repeated; the first that matches counts.",
-        ),
-    ] = None,
-    template: Annotated[
-        str | None,
-        Option(
-            "--template",
-            metavar="MODULE:FUNCTION",
-            help="What each rank wants: function(rank, world_size) returns a sharded state dict.",
         ),
     ] = None,
     recipe: Annotated[
@@ -95,29 +88,15 @@ def plan(
     """
     rules = [parse_rule(text) for text in shard or []]
     opened = open_named(checkpoint)
-    if (template is None) != (ranks is None):
-        raise ValueError("--template and --ranks go together: pass both, or neither")
-    if template is not None and (tp > 1 or dp > 1 or rules):
-        raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
-    rows = None if recipe is None else Recipe.read(recipe)
-    cuts: list[KeyCut] = []
     made, index = None, opened.index
-    if template is None or ranks is None:
-        if rows is not None:
-            made = derive(rows, opened.index, opened.objects)
-            index = made.index
-        for text, rule in zip(shard or (), rules, strict=True):
-            if not any(map(rule.pattern.fullmatch, index)):
-                raise LookupError(f"--shard {text}: no key matches: {WHOLE_KEY}")
-        cuts = cut_keys(index, tp, [*rules, *MEGATRON_RULES])
-        wants = of_tensor_parallel(index, cuts, parts=tp, replicas=dp)
-    else:
-        wants = of_function(template, ranks)
-        if rows is not None:
-            leaves = [leaf for want in wants for leaf in want.tensors.values()]
-            cells = {leaf.key for want in wants for leaf in want.objects}
-            made = derive(rows, opened.index, opened.objects, shapes_of(leaves), cells)
-    found = forecast_of(opened, wants, made)
+    if recipe is not None:
+        made = derive(Recipe.read(recipe), opened.index, opened.objects)
+        index = made.index
+    for text, rule in zip(shard or (), rules, strict=True):
+        if not any(map(rule.pattern.fullmatch, index)):
+            raise LookupError(f"--shard {text}: no key matches: {WHOLE_KEY}")
+    cuts = cut_keys(index, tp, [*rules, *MEGATRON_RULES])
+    found = forecast_of(opened, cuts, parts=tp, replicas=dp, made=made)
     found["cuts"] = [cut._asdict() for cut in cuts]
     report = Report()
     for line in str(made or "").splitlines():
@@ -128,6 +107,198 @@ def plan(
     if made is not None:
         found["recipe"] = made.as_json()
     report.finish(found, as_json=as_json, code=code)
+
+
+# How a model would be cut.
+
+
+class AxisRule(NamedTuple):
+    """Which axis the tensors of some keys are cut along; None leaves them whole.
+
+    Counted from the end if negative, so that stacked layers do not matter.
+    """
+
+    pattern: re.Pattern[str]
+    axis: int | None
+
+
+MEGATRON_RULES = (
+    AxisRule(re.compile(rf"(.*\.)?({_COLUMN_PARALLEL})\.weight\d*"), -2),
+    AxisRule(re.compile(rf"(.*\.)?({_COLUMN_PARALLEL})\.bias\d*"), -1),
+    AxisRule(re.compile(rf"(.*\.)?({_ROW_PARALLEL})\.weight\d*"), -1),
+)
+"""The layers of Megatron-Core, and of the usual Hugging Face models, by name."""
+
+
+class Reason(StrEnum):
+    RULE = "a rule matches"
+    ASKED = "a rule says so"
+    NO_RULE = "no rule matches"
+    NOT_DIVISIBLE = "not divisible"
+
+
+class KeyCut(NamedTuple):
+    """How one tensor is spread over the tensor-parallel ranks: cut along an axis, or whole."""
+
+    key: str
+    axis: int | None
+    reason: Reason
+
+
+def parse_rule(text: str) -> AxisRule:
+    """``PATTERN=axis`` or ``PATTERN=none``."""
+    pattern, _, axis = text.rpartition("=")
+    if not pattern:
+        raise ValueError(f"{text!r} is not of the form PATTERN=axis, such as 'lm_head.weight=0'")
+    wanted = key_pattern(pattern)
+    try:
+        return AxisRule(wanted, None if axis.strip().lower() == "none" else int(axis))
+    except ValueError:
+        problem = "is no axis; write a number or 'none'"
+        raise ValueError(f"{axis!r} in {text!r} {problem}") from None
+
+
+def cut_keys(index: Index, parts: int, rules: Sequence[AxisRule]) -> list[KeyCut]:
+    """How every tensor is cut into ``parts``; the first rule that matches counts."""
+    return [_cut(index[key], parts, rules) for key in index]
+
+
+def _cut(stored: StoredTensor, parts: int, rules: Iterable[AxisRule]) -> KeyCut:
+    rule = next((rule for rule in rules if rule.pattern.fullmatch(stored.key)), None)
+    if rule is None:
+        return KeyCut(stored.key, None, Reason.NO_RULE)
+    if rule.axis is None:
+        return KeyCut(stored.key, None, Reason.ASKED)
+    ndim = len(stored.global_shape)
+    if not -ndim <= rule.axis < ndim:
+        if rule in MEGATRON_RULES:  # a guess that does not fit is not used
+            return KeyCut(stored.key, None, Reason.NO_RULE)
+        raise ValueError(
+            f"{stored.key!r} of shape {stored.global_shape} has no axis {rule.axis}, "
+            f"which {rule.pattern.pattern!r} cuts"
+        )
+    axis = rule.axis % ndim
+    if stored.global_shape[axis] % parts:
+        return KeyCut(stored.key, None, Reason.NOT_DIVISIBLE)
+    return KeyCut(stored.key, axis, Reason.RULE)
+
+
+def part_of(stored: StoredTensor, cut: KeyCut, part: int, parts: int) -> Box:
+    shape = list(stored.global_shape)
+    offset = [0] * len(shape)
+    if cut.axis is not None:
+        shape[cut.axis] //= parts
+        offset[cut.axis] = part * shape[cut.axis]
+    return Box(tuple(offset), tuple(shape))
+
+
+# What it costs.
+
+
+def forecast_of(
+    checkpoint: Checkpoint,
+    cuts: Sequence[KeyCut],
+    *,
+    parts: int,
+    replicas: int,
+    made: Derivation | None = None,
+) -> dict[str, Any]:
+    """Plan the load of every rank, perhaps of what a recipe has made, and add up what it takes.
+
+    Ranks hold ``parts`` of every tensor, each part ``replicas`` times. Rank ``r`` holds part ``r %
+    parts``, as in Megatron, where tensor-parallel ranks are neighbours.
+
+    The document of ``--json``, but for the findings, which are not yet rows, and the cuts.
+    ``read_bytes_if_shared`` are read if ranks that want the same read it once and pass it on. Of
+    ranks that want the same: ``read_bytes`` are what storage has to deliver to each, see
+    ``bytes_read``, ``num_reads`` is the number of boxes to copy, and ``peak_bytes`` the memory for
+    the shards and for what is read on the way to them.
+    """
+    reader = checkpoint.reads.set_up_reader(checkpoint.index)
+    index = checkpoint.reads.index_for(checkpoint.index)
+    stored = index if made is None else made.index
+    findings: list[Finding] = []
+    rows: list[dict[str, Any]] = []
+    for part in range(parts):
+        leaves = [
+            ShardedTensor.of_box(stored[cut.key], part_of(stored[cut.key], cut, part, parts))
+            for cut in cuts
+        ]
+        wanted_bytes = int(describe(leaves, 0).num_bytes.sum())
+        if made is not None:
+            leaves = [source for leaf in leaves for source in source_leaves(made, leaf, [])]
+        items, uncovered = plan_load(index, leaves)
+        ranks = tuple(range(part, parts * replicas, parts))
+        findings += [replace(finding, ranks=ranks) for finding in uncovered]
+        cost = _cost(items.items(), index, reader, wanted_bytes)
+        rows.append({"ranks": ranks, "num_tensors": len(cuts), **cost})
+    files = sorted({name for row in rows for name in row["files"]})
+    lost = [
+        Finding("a file that would be read is missing", path=f"{reader.checkpoint_dir}/{name}")
+        for name in files
+        if reader.files.size_of(name) is None
+    ]
+    return {
+        "checkpoint": str(checkpoint.path),
+        "backend": checkpoint.backend,
+        "num_ranks": parts * replicas,
+        "wanted_bytes": sum(row["wanted_bytes"] * replicas for row in rows),
+        "read_bytes": sum(row["read_bytes"] * replicas for row in rows),
+        "read_bytes_if_shared": sum(row["read_bytes"] for row in rows),
+        "files": files,
+        "ranks": rows,
+        "findings": [*merge_findings(findings), *lost],
+    }
+
+
+def _cost(
+    items: Iterable[ReadItem], index: Index, reader: StorageReader, wanted_bytes: int
+) -> dict[str, Any]:
+    """What the reads of a rank take: each shard reads of each chunk all, or a window at a time."""
+    by_chunk: defaultdict[tuple[MetadataIndex, MetadataIndex], list[Window]] = defaultdict(list)
+    for item in items:
+        by_chunk[item.storage_index, item.dest_index].append(item.storage)
+    chunks = [*dict.fromkeys(chunk for chunk, _ in by_chunk)]
+    places = dict(zip(chunks, reader.places(chunks), strict=True))
+    read_bytes, decoded, buffers = 0, list[int](), list[int]()
+    for (chunk, _), windows in by_chunk.items():
+        place, itemsize = places[chunk], index[chunk.fqn].dtype.itemsize
+        if place is not None and place.is_read_whole:
+            size = max(window.start + window.array_size for window in windows) * itemsize
+            read_bytes += place.num_bytes
+            decoded.append(place.num_bytes + size)
+            continue
+        for window in windows:
+            gap = None if isinstance(reader.files.folder, Path) else StoreFile.most_gap
+            is_mapped = reader.files.maps_files
+            num_bytes, buffer = bytes_read(window, itemsize, gap, is_mapped=is_mapped)
+            read_bytes += num_bytes
+            buffers.append(buffer)
+    options = reader.options
+    at_once, copied = (sum(nlargest(options.threads, sizes)) for sizes in (decoded, buffers))
+    on_the_way = max(at_once, min(options.buffer_bytes, copied), min(_SCRATCH_BYTES, wanted_bytes))
+    return {
+        "wanted_bytes": wanted_bytes,
+        "read_bytes": read_bytes,
+        "num_reads": sum(map(len, by_chunk.values())),
+        "files": sorted({place.file for place in places.values() if place and place.file}),
+        "peak_bytes": wanted_bytes + on_the_way,
+    }
+
+
+def bytes_read(
+    window: Window, itemsize: int, gap: int | None, *, is_mapped: bool
+) -> tuple[int, int]:
+    """Bytes that a window takes of storage, and of a buffer, 0 if it is read in place.
+
+    It is of a chunk that can be read in part. A window that is one run is read as it is. Others are
+    read in parts, each from its first element to its last.
+    """
+    if window.contiguous_range() is not None:
+        return window.box.num_elements * itemsize, 0
+    axes = axes_apart(window, itemsize, maps_files=is_mapped, most_gap=gap)
+    span = span_bytes(window, axes, itemsize)
+    return math.prod(window.box.shape[:axes]) * span, 0 if is_mapped else span
 
 
 # What is printed.
@@ -147,7 +318,7 @@ def _add_forecast(
     report.line(f"{opened.path} ({backend} {version}): {size}")
     num_ranks = found["num_ranks"]
     topology = f"Load on {counted(num_ranks, 'rank')}"
-    if cuts and num_ranks > 1:
+    if num_ranks > 1:
         topology += f": {counted(tp, 'tensor-parallel rank')}"
         topology += f" x {num_ranks // tp} replicas" if num_ranks > tp else ""
     report.line(topology)
@@ -155,12 +326,9 @@ def _add_forecast(
     _add_costs(report, found["ranks"])
     report.section()
     report.facts(_totals(opened, found))
-    if cuts and tp > 1:
+    if tp > 1:
         report.section()
         _add_cuts(report, index, cuts, tp)
-    if unasked := found["unasked"]:
-        report.paragraph(f"wanted by no rank: {counted(len(unasked), 'tensor')}", "yellow")
-        _add_keys(report, unasked)
     findings = [f"  {finding}" for finding in found["findings"]]
     report.section(f"This load would fail: {counted(len(findings), 'finding')}", "red")
     report.lines(findings, None, _MAX_LISTED)

@@ -15,13 +15,7 @@ from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.leftovers import PlannedRemoval
 from dist_checkpointing.serialization.load_metadata import preview_removal, remove_sharded_tensors
 from dist_checkpointing.tools.opening import CheckpointArgument, count_files, open_named
-from dist_checkpointing.tools.report import (
-    AsJson,
-    Report,
-    same_for_all_layers,
-    shape_text,
-    totals,
-)
+from dist_checkpointing.tools.report import AsJson, Report, same_for_all_layers, shape_text, totals
 
 _MAX_LISTED = 12
 _EXIT_DECLINED = 1

@@ -14,12 +14,7 @@ from dist_checkpointing.checkpoint.verify_checkpoint import Examination, examine
 from dist_checkpointing.errors import Finding, counted
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.format.run_steps import located
-from dist_checkpointing.tools.opening import (
-    CheckpointArgument,
-    Trusted,
-    explaining,
-    open_named,
-)
+from dist_checkpointing.tools.opening import CheckpointArgument, Trusted, explaining, open_named
 from dist_checkpointing.tools.report import AsJson, Report, progress_bar
 from dist_checkpointing.tools.torchrun import ranks
 

@@ -209,15 +209,15 @@ def compare(
     cast: Cast,
     *,
     planner_knows_keys: bool,
-    stored_keys: Callable[[], Iterable[str]] | None = None,
-    common: object = None,
-    misfits: Sequence[Finding] = (),
+    stored_keys: Callable[[], Iterable[str]],
+    common: object,
+    misfits: Sequence[Finding],
 ) -> bool:
     """Check every wanted tensor against what is stored: whether all are stored with just their
     global shapes and dtypes. StateMismatchError with all keys, shapes and dtypes that do not fit.
 
     A user's planner with ``planner_knows_keys`` may find a key under another name, and says so if
-    not. ``stored_keys`` gives the keys of all stored tensors, if ``index`` holds only some.
+    not. ``stored_keys`` gives the keys of all stored tensors; ``index`` may hold only some.
     ``common`` is the common state of the checkpoint, where a tensor is that was saved unwrapped;
     ``misfits`` are raised with the others.
     """
@@ -227,7 +227,7 @@ def compare(
     can_be_filled = not any(data.is_meta or overlaps_itself(data) for data in others)
     if can_be_filled and not misfits and _are_stored_alike(wanted, index):
         return True
-    stored, known_keys = _stored_shapes(index, wanted.keys), stored_keys or index.keys
+    stored = _stored_shapes(index, wanted.keys)
     findings: list[Finding] = []
     missing: dict[str, Path] = {}
     for path, leaf in zip(wanted.leaves, wanted.tensors, strict=True):
@@ -236,7 +236,7 @@ def compare(
             findings += _misfits(leaf, *found, cast)
         elif not planner_knows_keys:
             missing.setdefault(leaf.key, path)
-    for key, near in _hinted(missing, known_keys()) if missing else ():
+    for key, near in _hinted(missing, stored_keys()) if missing else ():
         at = path_text(missing[key])
         problem = f"not in the checkpoint (asked for at {at}){near}"
         remedy = "Remove it from the template, or pass strict=."

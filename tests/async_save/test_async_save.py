@@ -1,7 +1,6 @@
 """async_save: what is saved is the state at the call, and what goes wrong is told to every rank."""
 
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,21 +80,21 @@ def kind(backend: tuple[str, int]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("backend", "world_size", "finalize"),
+    ("backend", "world_size"),
     [
-        (BACKENDS[0], 1, "background"),
-        (BACKENDS[0], 4, "caller"),
-        (BACKENDS[1], 2, "background"),
-        (BACKENDS[2], 2, "caller"),
-        (BACKENDS[3], 4, "background"),
-        (BACKENDS[3], 1, "caller"),
+        (BACKENDS[0], 1),
+        (BACKENDS[0], 4),
+        (BACKENDS[1], 2),
+        (BACKENDS[2], 2),
+        (BACKENDS[3], 4),
+        (BACKENDS[3], 1),
     ],
 )
 def test_changes_after_the_call_are_not_saved(
-    tmp_path: Path, backend: tuple[str, int], world_size: int, finalize: Any
+    tmp_path: Path, backend: tuple[str, int], world_size: int
 ) -> None:
     def one(comm: Comm) -> None:
-        with AsyncSaver(comm=comm, finalize=finalize) as saver:
+        with AsyncSaver(comm=comm) as saver:
             for step in (1, 2, 3):
                 state = State(comm, step)
                 handle = saver.save(state.dict, tmp_path / str(step), backend, step=step)
@@ -166,9 +165,8 @@ def test_a_change_that_comes_too_early_fails_the_save(
     assert not check_is_distributed_checkpoint(tmp_path / "c")
 
 
-@pytest.mark.parametrize("finalize", ["background", "caller"])
 def test_an_io_error_reaches_every_rank_and_the_next_call(
-    tmp_path: Path, finalize: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dist_checkpointing.strategies import ZarrV3Writer
 
@@ -183,18 +181,17 @@ def test_an_io_error_reaches_every_rank_and_the_next_call(
     monkeypatch.setattr(ZarrV3Writer, "write_data", fail)
 
     def one(comm: Comm) -> list[str]:
-        saver = AsyncSaver(comm=comm, finalize=finalize)
+        saver = AsyncSaver(comm=comm)
         saver.save(State(comm, 1).dict, tmp_path / "1", "zarr").result(30)
         handle = saver.save(State(comm, 2).dict, tmp_path / "2", "zarr")
         seen = []
-        if finalize == "background":
-            with pytest.raises(RankFailedError, match="No space left") as raised:
-                handle.result(30)
-            seen.append(str(raised.value))
-            assert "write_data" in str(raised.value), "no traceback"
-            assert raised.value.ranks == (1,)
-            saver.save(State(comm, 2).dict, tmp_path / "other", "zarr").result(30)
-            saver.save(State(comm, 2).dict, tmp_path / "2", "zarr")
+        with pytest.raises(RankFailedError, match="No space left") as raised:
+            handle.result(30)
+        seen.append(str(raised.value))
+        assert "write_data" in str(raised.value), "no traceback"
+        assert raised.value.ranks == (1,)
+        saver.save(State(comm, 2).dict, tmp_path / "other", "zarr").result(30)
+        saver.save(State(comm, 2).dict, tmp_path / "2", "zarr")
         with pytest.raises(RankFailedError, match="No space left") as raised:
             saver.save(State(comm, 3).dict, tmp_path / "3", "zarr")
         seen.append(str(raised.value))
@@ -371,10 +368,7 @@ def test_unknown_keywords(tmp_path: Path) -> None:
     assert_holds(tmp_path / "c", 1)
 
 
-@pytest.mark.parametrize(("argument", "value"), [("finalize", "never"), ("capture", "fork")])
-def test_unknown_choices(tmp_path: Path, argument: str, value: str) -> None:
-    options: dict[str, Any] = {argument: value}
-    calls = {"finalize": AsyncSaver}
-    call: Any = calls.get(argument, partial(async_save, {}, tmp_path / "c"))
-    with pytest.raises(ValueError, match=repr(value)):
-        call(**options)
+def test_an_unknown_choice(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"capture": "fork"}
+    with pytest.raises(ValueError, match="'fork'"):
+        async_save({}, tmp_path / "c", **options)

@@ -7,13 +7,13 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from dist_checkpointing import AsyncSaver, async_save, load, save, threads as background
 from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.storage import Progress
 from dist_checkpointing.strategies import AsyncCallsQueue, AsyncRequest
 from states import assert_at_step, at_step
 
@@ -56,10 +56,11 @@ def test_a_forked_child_is_refused_a_save_that_goes_on_in_its_parent(tmp_path: P
     gate = threading.Event()
     saver = AsyncSaver()
 
-    def wait() -> None:
-        gate.wait(PATIENCE_SECONDS)
+    def wait(report: Progress) -> None:
+        if report.phase == "committing":
+            gate.wait(PATIENCE_SECONDS)
 
-    handle = saver.save(at_step(1), tmp_path / "1", ("zarr", 2), on_committed=wait)
+    handle = saver.save(at_step(1), tmp_path / "1", ("zarr", 2), progress=wait)
     told = told_in_a_child(
         [
             handle.result,
@@ -160,9 +161,8 @@ def in_threads(action: Callable[[int], None]) -> None:
         raise errors[0]
 
 
-@pytest.mark.parametrize("finalize", ["background", "caller"])
-def test_threads_share_a_saver(finalize: Any, tmp_path: Path) -> None:
-    saver = AsyncSaver(finalize=finalize)
+def test_threads_share_a_saver(tmp_path: Path) -> None:
+    saver = AsyncSaver()
 
     def one(number: int) -> None:
         for turn in range(3):

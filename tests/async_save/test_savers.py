@@ -1,10 +1,10 @@
 """Savers: the one that is kept for async_save, and what happens at their edges."""
 
 import gc
-import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def test_waiting_in_vain_is_told_to_all_ranks(tmp_path: Path) -> None:
             if comm.rank == 1 and report.phase == "writing":
                 assert gate.wait(30)
 
-        saver = dc.AsyncSaver(comm=comm, finalize="caller")
+        saver = dc.AsyncSaver(comm=comm)
         saver.save(at_step(1, comm), tmp_path / "1", progress=hold)
         with pytest.raises(TimeoutError, match="goes on"):
             saver.wait(0.2)
@@ -147,26 +147,6 @@ def test_without_a_thread_the_work_is_done_at_once(
     run_ranks(1, one)
     assert_at_step(tmp_path / "1", 1)
     assert any("in the foreground" in text for text in caplog.messages)
-
-
-def test_a_result_that_nobody_asks_for_is_mentioned(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    import gc
-
-    saver = dc.AsyncSaver(finalize="caller")
-    handle = saver.save(at_step(1), tmp_path / "1")
-    assert handle.wait(30)
-    with caplog.at_level(logging.WARNING):
-        del saver, handle
-        gc.collect()
-    assert any("never committed" in text for text in caplog.messages)
-    caplog.clear()
-    asked = dc.AsyncSaver(finalize="caller")
-    asked.save(at_step(2), tmp_path / "2").result(30)
-    del asked
-    gc.collect()
-    assert not caplog.messages
 
 
 def test_a_last_step_that_fails_on_one_rank_fails_on_all() -> None:
@@ -201,10 +181,14 @@ def test_a_rank_that_stopped_writing_in_any_way_is_not_left_out(
 
         part = torch.full((2, 8), float(comm.rank))
         state = {"w": dc.ShardedTensor.from_rank_offsets("w", part, (0, comm.rank, 2))}
-        with dc.AsyncSaver(comm=comm, finalize="caller") as saver:
-            handle = saver.save(state, tmp_path / "c", backend, progress=stop)
-            with pytest.raises((dc.CheckpointingException, _Gone)):
-                handle.result()
+        request = dc.save(
+            state, tmp_path / "c", backend, async_sharded_save=True, progress=stop, comm=comm
+        )
+        assert request is not None
+        with suppress(_Gone):
+            request.execute()
+        with pytest.raises(dc.CheckpointingException, match="stopped writing"):
+            request.finalize(comm)
 
     run_ranks(2, train)
     assert not (tmp_path / "c" / "metadata.json").exists()

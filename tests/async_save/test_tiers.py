@@ -178,7 +178,7 @@ def test_requests_do_not_grow_with_the_steps_that_are_kept(s3_place: dc.ObjectPa
             saved = requests_of(partial(run.save, kept, ten(kept)), 40)
             assert run.steps() == [*range(1, kept + 1)]
             loaded = requests_of(partial(run.load, ten(-1)), 20)
-            deleted = requests_of(partial(run.delete, 1), 11)
+            deleted = requests_of(partial(run.delete, 1), 10)
             added = requests_of(partial(run.save, kept + 1, ten(kept)), 30)
             seen.add((saved, loaded, deleted, added))
             assert run.load(ten(-1))["value"] == kept

@@ -1,5 +1,4 @@
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,85 +136,6 @@ def test_a_checkpoint_far_larger_than_memory(tmp_path: Path) -> None:
         [f"lm_head.weight/c.{i}.0"] for i in range(8)
     ]
     assert len(plan["findings"]) == 8
-
-
-# Templates.
-
-
-MODULE = f"""
-import torch
-from dist_checkpointing import ShardedObject, ShardedTensor
-
-shard = ShardedTensor.from_rank_offsets
-
-def flattened(rank, world_size):
-    if rank:
-        return {{}}
-    whole = torch.empty(256, 256)
-    flat = shard({PROJ!r}, whole)
-    flat.data, flat.flattened_range = None, slice(5, 1005)
-    return {{"a": shard({QKV!r}, whole), "b": flat}}
-
-def other(rank, world_size):
-    return dict(
-        a=shard("missing", torch.empty(1)),
-        b=shard({QKV!r}, torch.empty(128, 256), (0, 0, 4)),
-        c=shard({PROJ!r}, torch.empty(256, 256, dtype=torch.bfloat16)),
-    )
-
-def large(rank, world_size):
-    big = torch.empty(2**20, 2**20)  # 4 TiB, if it took memory
-    part = torch.empty(256 // world_size, 256)
-    return {{
-        "w": shard({QKV!r}, part, (0, rank, world_size)),
-        "o": ShardedObject("gone", None, (1,), (0,)),
-        "iteration": 3,
-    }}
-
-def fails(rank, world_size):
-    raise RuntimeError("no such model")
-"""
-
-
-def template(name: str, ranks: int) -> tuple[object, ...]:
-    return ("--template", f"my_model:{name}", "--ranks", ranks)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint, and in the current folder ``my_model``, whose functions make templates."""
-    (tmp_path / "my_model.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_model", raising=False)
-    return saved(tmp_path / "c", "tensorstore")
-
-
-def test_a_template_with_a_flattened_shard(folder: Path) -> None:
-    plan = planned(folder, *template("flattened", 2))
-    assert [rank["wanted_bytes"] for rank in plan["ranks"]] == [256 * 256 * 4 + 4000, 0]
-    assert plan["unasked"] == [NORM]
-
-
-def test_what_does_not_fit_is_found(folder: Path) -> None:
-    plan = planned(folder, *template("other", 2), exit_code=1)
-    found = {finding["key"]: finding for finding in plan["findings"]}
-    assert "not in the checkpoint" in found["missing"]["problem"]
-    assert found[QKV]["problem"] == "global shape differs"
-    assert found[QKV]["found"] == [256, 256]
-    assert found[PROJ]["problem"] == "dtype differs"
-    assert {tuple(finding["ranks"]) for finding in found.values()} == {(0, 1)}
-    text = invoke(folder, *template("other", 2), exit_code=1)
-    assert "This load would fail" in text
-    assert "'missing'" in text
-
-
-def test_a_function_that_makes_tensors_without_memory(folder: Path) -> None:
-    plan = planned(folder, *template("large", 4), exit_code=1)
-    assert [rank["wanted_bytes"] for rank in plan["ranks"]] == [256 * 256] * 4
-    assert [finding["problem"] for finding in plan["findings"]] == ["object not in the checkpoint"]
-    failed = RUNNER.invoke(app.app, ["plan", str(folder), *map(str, template("fails", 1))])
-    assert isinstance(failed.exception, ValueError)
-    assert "no such model" in str(failed.exception)
 
 
 # What a person sees.

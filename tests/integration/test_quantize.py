@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from hypothesis import given, strategies as st
 
 from dist_checkpointing import (
     Checkpoint,
-    InvalidShardingError,
     Recipe,
     StateMismatchError,
     load,
@@ -38,7 +36,7 @@ from dist_checkpointing.serialization import preview_recipe
 from dist_checkpointing.testing import assert_same_bits, failures_on, run_ranks
 from dist_checkpointing.tools.convert import ConvertOptions, convert
 from quantized import Tensors, check_parts, of_blocks, written
-from states import BACKEND, between, blanks, flat, rows, shard, wholes
+from states import between, blanks, shard, wholes
 from tiers import examples
 
 FP8 = torch.float8_e4m3fn
@@ -245,85 +243,19 @@ def test_values_that_have_no_scale(tmp_path: Path, case: str) -> None:
         assert torch.allclose(back[finite], values[finite])
 
 
-def rows_of(sizes: list[int]) -> Any:
-    """A state of ranks that hold so many rows each of ``up.weight``."""
-
-    def state(comm: Comm) -> dict[str, Any]:
-        starts = [0, *itertools.accumulate(sizes)]
-        start, stop = starts[comm.rank : comm.rank + 2]
-        own = {"up": between("up.weight", STORED["up.weight"], start, stop)}
-        norms = wholes({"norm.weight": STORED["norm.weight"]})
-        return own if comm.rank else own | norms
-
-    return state
-
-
-@BACKEND
-def test_saves_of_whole_blocks(tmp_path: Path, backend: Any) -> None:
-    """Of ranks that hold rows, of a rank that holds nothing, and of replicas."""
-    after = [Transpose("up.weight"), Rename("up.weight_scale_inv", "scales")]
-    want = {"up.weight": UP[0].T, "scales": UP[1], "norm.weight": STORED["norm.weight"]}
-    before = STORED["up.weight"].clone()
-    for number, sizes in enumerate(([70], [16, 54], [48, 0, 22], [32, 16, 22])):
-        state = rows_of(sizes)
-        made = tmp_path / str(number)
-        recipe = Recipe(Quantize("{x*}.weight", BLOCK), *after)
-
-        def on_rank(comm: Comm) -> None:
-            save(state(comm), made, backend, recipe=recipe, comm=comm)  # noqa: B023
-
-        run_ranks(len(sizes), on_rank)
-        assert_holds(made, want)
-    assert_same_bits(STORED["up.weight"], before, "not changed")
-
-    def replicas(comm: Comm) -> None:
-        own = replace(shard("up.weight", before.clone()), replica_id=comm.rank)
-        save({"up": own}, tmp_path / "r", backend, recipe=Recipe(QUANTIZE), comm=comm)
-
-    run_ranks(2, replicas)
-    assert_holds(tmp_path / "r", named("up.weight", before))
-
-
-def test_saves_of_what_other_rules_make(tmp_path: Path) -> None:
-    """A cast comes first, zeros are quantized too, and blocks that are cut away are left out."""
-    own = weights(32, 20, dtype=torch.float32)
-    rules = [
-        CastTo("w", "bfloat16"),
-        Resize("w", size=64),
-        Quantize("w", [16, 16]),
-        Resize("w", size=48),
-        Resize("w_scale_inv", size=3),
-    ]
-    want = named("w", torch.cat([own.bfloat16(), torch.zeros(16, 20, dtype=torch.bfloat16)]))
-
-    def on_rank(comm: Comm) -> None:
-        save({"w": rows("w", own, comm)}, tmp_path / "c", recipe=Recipe(*rules), comm=comm)
-
-    run_ranks(2, on_rank)
-    assert_holds(tmp_path / "c", want)
-
-
-@pytest.mark.parametrize(
-    ("kind", "box"), [("rows", "(30, 45)"), ("columns", "(70, 22)"), ("flat", "(22, 45)")]
-)
-def test_a_save_of_a_part_of_a_block_is_refused(tmp_path: Path, kind: str, box: str) -> None:
-    """By all ranks, and the checkpoint that was there stays."""
+def test_a_save_does_not_quantize(tmp_path: Path) -> None:
+    """It is refused by all ranks, and the checkpoint that was there stays."""
     own = STORED["up.weight"]
     save(wholes({"w": own}), tmp_path / "c")
 
     def on_rank(comm: Comm) -> None:
-        state = {
-            "rows": lambda: between("up.weight", own, *[(0, 30), (30, 70)][comm.rank]),
-            "columns": lambda: rows("up.weight", own[:, :44].contiguous(), comm, 1),
-            "flat": lambda: flat("up.weight", own, *[(0, 1000), (1000, 3150)][comm.rank]),
-        }[kind]()
-        save({"w": state}, tmp_path / "c", recipe=Recipe(QUANTIZE), overwrite=True, comm=comm)
+        state = {"w": between("up.weight", own, *[(0, 32), (32, 70)][comm.rank])}
+        save(state, tmp_path / "c", recipe=Recipe(QUANTIZE), overwrite=True, comm=comm)
 
     for error in failures_on(2, on_rank):
-        assert isinstance(error, InvalidShardingError)
-        assert "'up.weight': a shard cuts a block of (16, 16)" in str(error)
-        assert f"(0, 0) .. {box} of" in str(error)
-        assert "Gather it first, or save without this rule and convert" in str(error)
+        assert isinstance(error, StateMismatchError)
+        assert "'up.weight': a save neither quantizes nor dequantizes" in str(error)
+        assert "save without Quantize, and convert with it afterwards" in str(error)
     assert_holds(tmp_path / "c", {"w": own})
 
 

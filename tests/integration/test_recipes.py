@@ -15,7 +15,6 @@ from damage import flip, place_of
 from dist_checkpointing import load
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.interop import TorchState
-from dist_checkpointing.mapping import flatten
 from dist_checkpointing.planning import (
     CastTo,
     Concat,
@@ -43,7 +42,7 @@ from dist_checkpointing.strategies import (
     get_default_strategy,
 )
 from dist_checkpointing.testing import failures_on, run_ranks
-from dist_checkpointing.tools import convert, load_forecast
+from dist_checkpointing.tools import convert
 from states import blanks, rows, shard, wholes
 
 
@@ -176,42 +175,6 @@ def test_the_dry_run_says_what_is_lost(ckpt: Path) -> None:
     assert dropped.as_json()["objects_left_out"] == ["layers.0.rng"]
     # Upcasting loses nothing.
     assert "rounded" not in str(preview_recipe(dc.Recipe(CastTo("emb", "float64")), ckpt))
-
-
-RECIPES: list[list[Rule]] = [
-    [Rename("emb", to="wte"), Missing("new"), Missing("new.rng", fill="template")],
-    [Rename("emb", to="wte"), Missing("new"), Rename("layers.0.rng", to="new.rng")],
-    [Rename("emb", to="wte"), Missing("new.rng", fill="template")],
-    [Missing("new{x*}", fill="template")],
-    [Rename("emb", to="wte"), Resize("wte", size=3), Missing("new{x*}", fill="template")],
-    [
-        Rename("layers.0.b", to="wte"),
-        Resize("wte", 1),
-        Resize("wte"),
-        Missing("new{x*}", "template"),
-    ],
-    [Rename("emb", to="wte"), Transpose("wte"), Missing("new{x*}", fill="error")],
-]
-
-
-@pytest.mark.parametrize("rules", RECIPES)
-def test_a_plan_finds_what_a_load_finds(ckpt: Path, rules: list[Rule]) -> None:
-    template: dict[str, Any] = blanks({"wte": torch.empty(5, 2), "new": torch.empty(3)})
-    template["rng"] = dc.ShardedObject("new.rng", {"seed": 5}, (1,), (0,))
-    rng = template["rng"]
-    tensors = {path: leaf for path, leaf in flatten(template)[0].items() if leaf is not rng}
-    recipe, seen = dc.Recipe(*rules), list[int]()
-    made = preview_recipe(recipe, ckpt, template)
-    wants = load_forecast.RankWants((0,), tensors, (rng,))
-    plan = load_forecast.forecast_of(dc.Checkpoint.open(ckpt), [wants], made)
-    found: set[str | None] = set()
-    try:
-        load(template, ckpt, recipe=recipe, progress=lambda now: seen.append(now.bytes_total))
-    except dc.StateMismatchError as error:
-        found = {finding.key for finding in error.findings} - {None}
-    else:
-        assert plan["read_bytes"] == seen[-1]
-    assert {(finding.key or "").removesuffix("/shard_0_1") for finding in plan["findings"]} == found
 
 
 def test_a_torch_state_under_other_names(tmp_path: Path) -> None:

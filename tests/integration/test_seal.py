@@ -32,7 +32,7 @@ from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
 from faults import failing, path_of, without_links
 from samples import BACKENDS, Samples
-from states import flat, rows, save_on, shard
+from states import at_step, flat, rows, save_on, shard
 
 BACKEND = pytest.mark.parametrize("name", BACKENDS)
 PLAIN = pytest.mark.parametrize("name", [n for n in BACKENDS if n != "zarr-2-zstd"])

@@ -7,7 +7,7 @@ import pytest
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format import Index, StoredTensor, dtypes
 from dist_checkpointing.planning import CastTo, Recipe
-from dist_checkpointing.planning.quantization_rules import Dequantize
+from dist_checkpointing.planning.quantization import Dequantize
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.planning.recipe_rules import Rule
 from dist_checkpointing.tools.convert import ConversionPlan, ConvertOptions, plan_conversion

@@ -5,8 +5,8 @@ from dist_checkpointing.format.file_names import key_pattern
 from dist_checkpointing.planning import Keep, Recipe
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.tools.convert import ConvertOptions, plan_conversion
-from dist_checkpointing.tools.load_forecast import cut_keys, parse_rule
 from dist_checkpointing.tools.ls import Entry, as_tree
+from dist_checkpointing.tools.plan import cut_keys, parse_rule
 
 FLOAT = dtypes.from_name("float32")
 KEYS = ["model.layers.0.w", "model.layers.10.w", "optimizer.w", "a[0]/b\nc"]

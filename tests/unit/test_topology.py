@@ -1,7 +1,7 @@
 import pytest
 
 from dist_checkpointing.format import Box, Index, StoredTensor, Window, dtypes
-from dist_checkpointing.tools.load_forecast import (
+from dist_checkpointing.tools.plan import (
     MEGATRON_RULES,
     bytes_read,
     cut_keys,

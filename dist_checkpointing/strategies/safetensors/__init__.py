@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -19,7 +19,7 @@ from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.foreign_formats import MODEL_SUFFIX
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
-from dist_checkpointing.mapping.nested_dicts import flatten, path_text, unflatten
+from dist_checkpointing.mapping.nested_dicts import flatten, path_text
 from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.strategies.base import (
     KnownFormats,
@@ -157,10 +157,6 @@ class SafetensorsCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     """Reads the texts in the headers, and the other files of a model."""
 
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({(BACKEND, 1)})
-    argument: ClassVar[str] = "common_strategy"
-
-    def trusting(self) -> Self:
-        return self
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
         path = as_location(checkpoint_dir)
@@ -180,12 +176,11 @@ class SafetensorsCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | PathLike[str]
     ) -> StateDict:
-        leaves, structure = flatten(sharded_objects_state_dict)
+        leaves, _ = flatten(sharded_objects_state_dict)
         findings = [
             Finding("not in the checkpoint", leaf.unique_key, path=str(checkpoint_dir))
             for leaf in leaves.values()
         ]
         if findings:
             raise StateMismatchError("safetensors files hold tensors only", findings)
-        result: StateDict = unflatten(structure, leaves)
-        return result
+        return sharded_objects_state_dict

@@ -11,20 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from dist_checkpointing.errors import (
-    CorruptCheckpointError,
-    Finding,
-)
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StatedSize, StoredTensor
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex
 from dist_checkpointing.planning.load_plan import stored_bytes
-from dist_checkpointing.storage.interface import (
-    ChunkPlace,
-    StorageReader,
-    done,
-)
+from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.chunk_reads import ChunkReads, Filler, read_chunks, read_single
 from dist_checkpointing.strategies.safetensors.model_files import (
     MAX_HEADER_BYTES,

@@ -15,10 +15,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 
-from dist_checkpointing.errors import (
-    Finding,
-    UnsupportedFormatError,
-)
+from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import file_writer
 from dist_checkpointing.format.dtypes import FLOATING, DType
 from dist_checkpointing.format.file_names import is_of_optimizer
@@ -30,12 +27,7 @@ from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
-from dist_checkpointing.storage.interface import (
-    StorageWriter,
-    WriteResult,
-    WriteResults,
-    done,
-)
+from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.staging import HostBlocks
 from dist_checkpointing.strategies.data_files import write_window

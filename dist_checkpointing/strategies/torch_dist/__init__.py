@@ -19,16 +19,11 @@ from dist_checkpointing.strategies.torch_dist.metadata import (
     to_pickle,
 )
 from dist_checkpointing.strategies.torch_dist.reader import (
-    TorchDistCommonLoadStrategy,
+    TorchDistCommonLoadStrategy as TorchDistCommonLoadStrategy,
     TorchDistReader,
 )
 from dist_checkpointing.strategies.torch_dist.writer import TorchDistWriter
 
-__all__ = [
-    "TorchDistCommonLoadStrategy",
-    "TorchDistLoadShardedStrategy",
-    "TorchDistSaveShardedStrategy",
-]
 _DATA_FILE = re.compile(r".*__\d+_\d+\.distcp")
 
 

@@ -14,11 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from dist_checkpointing.errors import (
-    CorruptCheckpointError,
-    Finding,
-    StateMismatchError,
-)
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.ranged_reads import Array, OpenFile

@@ -23,7 +23,7 @@ from dist_checkpointing.format.seal import check_config, check_files, read_seal
 from dist_checkpointing.mapping import ShardedTensor, tensor_memory
 from dist_checkpointing.planning.recipe import Derivation, Recipe, derive
 from dist_checkpointing.planning.shard_table import Bools
-from dist_checkpointing.serialization.load_recipe import source_leaves
+from dist_checkpointing.serialization.recipes import source_leaves
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.safetensors.model_files import quantized_as
 from dist_checkpointing.strategies.verification import FLIPPED, other_digest, parts_of, stored_chunk
