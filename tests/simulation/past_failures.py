@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Iterable
 
 from dist_checkpointing.testing.simulation.world import Fault
-from histories import BACKENDS, Event, Failure, History, play
+from histories import BACKENDS, Event, History
+from history_player import Failure, play
 
 
 def late_rank(at: int) -> Iterable[Event]:

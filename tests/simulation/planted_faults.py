@@ -662,7 +662,8 @@ PLANTED_FAULTS: Final = (*_DURABILITY, *_FOLDERS, *_STORES, *_RUNS, *_RANKS)
 _PROGRAM: Final = """
 import gc, json, logging, sys
 logging.disable(logging.CRITICAL)
-from histories import Failure, History, play
+from histories import History
+from history_player import Failure, play
 place, count, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 gc.collect()
 gc.freeze()

@@ -20,7 +20,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from histories import Failure, History, play, shortest
+from histories import History
+from history_player import Failure, play, shortest
 
 _CHUNK: Final = 20
 _console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
