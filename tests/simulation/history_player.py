@@ -32,8 +32,7 @@ from histories import Event, History
 from rivals import Rivals
 from run_states import Oracle, State, ViolationError
 
-ROWS: Final = 22
-"""Of most numbers of ranks, not all have as many."""
+ROWS: Final = 24
 _NOT_ALL_CHECKED: Final = ("metadata.json", ".distcp", ".lock", "/claims/", "/commits/")
 """In the paths of files of which some bytes mean nothing: what they hold counts, not each bit."""
 _SETTLED_SECONDS: Final = 40.0
@@ -45,13 +44,12 @@ def state_of(comm: Comm, value: int | None) -> dict[str, Any]:
     """What a rank saves, of which everything is one value; or a template."""
     number = -1 if value is None else value
     world_size, rank = comm.world_size, comm.rank
-    begin, end = ROWS * rank // world_size, ROWS * (rank + 1) // world_size
-    rows = torch.full((end - begin, 2), float(number))
+    rows = torch.full((ROWS // world_size, 2), float(number))
     # A flat tensor is one chunk of zarr 1, into which all ranks write.
     part = slice(ROWS * 2 * rank // world_size, ROWS * 2 * (rank + 1) // world_size)
     flat = torch.full((part.stop - part.start,), float(number))
     return {
-        "rows": ShardedTensor.from_offset("rows", rows, (ROWS, 2), (begin, 0)),
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, world_size)),
         "flat": ShardedTensor.from_rank_offsets_flat(
             "optimizer.flat", flat, (ROWS, 2), flattened_range=part
         ),
