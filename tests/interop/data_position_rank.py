@@ -34,7 +34,11 @@ def main(folder: str, stop: str, reports: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     position = DataPosition(dataset_size=52, batch_size=12, seed=5)
     loader: Any = torch.utils.data.DataLoader(
-        Samples(), batch_sampler=position.batches(), num_workers=1, prefetch_factor=4
+        Samples(),
+        batch_sampler=position.batches(),
+        num_workers=1,
+        prefetch_factor=4,
+        multiprocessing_context="fork",  # a rank of the tests would start workers that import torch
     )
     state = TorchState(model, optimizer, data=position)
     steps = []
