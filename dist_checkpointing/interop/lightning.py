@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from dist_checkpointing.interop.data_position import DataPosition
-from dist_checkpointing.interop.torch_state import TorchState
+from dist_checkpointing.interop.torch_state import TorchState, rng_state, set_rng_state
 from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
 
 
@@ -41,6 +41,7 @@ class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be miss
     ) -> None:
         self._root, self._every, self._options = root, every_n_steps, options
         self._position = position
+        self._rng: dict[str, Any] | None = None
         self._manager: Any = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -60,7 +61,15 @@ class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be miss
         )
         if self._manager.latest() is not None:
             self._manager.load(self._state)
+            # Within an epoch a loader first begins its data, which draws random numbers.
+            if self._position is not None and self._position.left < self._position.dataset_size:
+                self._rng = rng_state()
         self._last_step = trainer.global_step
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._rng is not None:
+            set_rng_state(self._rng)
+            self._rng = None
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self._position is not None and trainer.global_step > self._last_step:

@@ -217,6 +217,63 @@ def test_mistakes() -> None:
         position.load_state_dict({"_num_yielded": 3})
 
 
+class Draws(torch.utils.data.Dataset[tuple[int, int]]):
+    """A dataset with a state of its own, which differs between ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.drawn = 100 * rank
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        self.drawn += 1
+        return index, self.drawn
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_beside_a_stateful_loader(
+    num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The place goes to other ranks; the state of the loader itself only to the same ones."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def run(world_size: int, steps: int, *, resumes: bool) -> list[list[tuple[int, int]]]:
+        def rank_run(comm: Comm) -> list[tuple[int, int]]:
+            position = DataPosition(24, 6, seed=1)
+            batches = position.batches(comm.rank, comm.world_size)
+            loader = stateful.StatefulDataLoader(
+                Draws(comm.rank), batch_sampler=batches, num_workers=num_workers
+            )
+            state = TorchState(torch.nn.Linear(2, 1), data=position, loader=loader)
+            if resumes:
+                load(state, tmp_path / "run", comm=comm)
+            trained: list[tuple[int, int]] = []
+            for indices, drawn in islice(loader, steps):
+                trained += zip(indices.tolist(), drawn.tolist(), strict=True)
+                position.advance()
+            save(state, tmp_path / "run", overwrite=True, comm=comm)
+            return trained
+
+        return run_ranks(world_size, rank_run)
+
+    order = [*DataPosition(24, 6, seed=1)]
+    parts = [run(2, 1, resumes=False), run(2, 2, resumes=True)]
+    assert not caplog.records
+    assert [drawn for _, drawn in parts[1][1]] == [*range(104, 110)]
+    parts.append(run(1, 1, resumes=True))
+    (record,) = [record for record in caplog.records if "loader" in record.getMessage()]
+    assert "each of 2 ranks has saved its own" in record.getMessage()
+    first, second, third = ([[i for i, _ in own] for own in part] for part in parts)
+    assert [*first[0], *first[1]] == order[:6]
+    assert [*second[0][:3], *second[1][:3], *second[0][3:], *second[1][3:]] == order[6:18]
+    assert third == [order[18:]]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_files_of_iterable_datasets(seed: int) -> None:
     choose = random.Random(seed)
