@@ -144,3 +144,17 @@ def test_two_ranks(mode: str, tmp_path: Path) -> None:
         assert own["digests"] == expected["digests"]
         assert own["losses"] == expected["losses"][-len(own["losses"]) :]
         assert own["step"] == expected["step"] == 9
+
+
+def test_a_position_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    def run(world_size: int, folder: str, steps: int) -> list[float]:
+        """The loss of each step, of all ranks."""
+        script = Path(__file__).with_name("lightning_rank.py")
+        given = ("position", tmp_path / folder, steps)
+        reports = tmp_path / f"{folder}-{world_size}"
+        ranks = run_script(world_size, script, *given, reports=reports, timeout_seconds=200)
+        losses = zip(*(rank["losses"] for rank in ranks), strict=True)
+        return [sum(map(float.fromhex, parts)) / world_size for parts in losses]
+
+    whole = run(1, "whole", 9)
+    assert run(2, "run", 4) + run(1, "run", 9) == pytest.approx(whole, rel=1e-4)
