@@ -116,8 +116,8 @@ def draw(runs: list[list[Any]], path: Path) -> None:
         for step, ranks in zip(numbers, steps, strict=True):
             is_lost = steps is runs[0] and step >= resumed
             for (_, _, samples), colour in zip(ranks, COLOURS, strict=False):
-                shade = 0.2 if is_lost else 1.0
-                below.scatter([step] * len(samples), samples, 9, color=colour, alpha=shade)
+                place, shade = (step - 0.3, 0.3) if is_lost else (step, 1.0)
+                below.scatter([place] * len(samples), samples, 9, color=colour, alpha=shade)
     for axes in (above, below):
         axes.axvline(runs[0][-1][0][0] + 0.3, color="black", linestyle=":")
         axes.axvline(resumed - 0.5, color="gray", linewidth=0.8)
