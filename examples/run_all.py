@@ -36,6 +36,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "fsdp2_roundtrip": ["{here}/fsdp2_roundtrip.py"],
     "reshard_gpt": ["{here}/reshard_gpt.py --steps 4 --folder run"],
     "chaos": ["{here}/chaos.py --kills 1 --steps 12 --folder run"],
+    "elastic_training": ["{here}/elastic_training.py --steps 24 --folder run"],
     "accelerate_training": [
         "{here}/accelerate_training.py run --steps 8",
         "{here}/accelerate_training.py run --steps 12",
@@ -50,6 +51,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
 NEEDS = {
     "accelerate_training": "accelerate",
     "chaos": "matplotlib",
+    "elastic_training": "matplotlib",
     "hf_training": "transformers",
     "lightning_training": "lightning",
     "reshard_gpt": "matplotlib",

@@ -8,7 +8,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from dist_checkpointing.interop.torch_state import TorchState
+from dist_checkpointing.interop.data_position import DataPosition
+from dist_checkpointing.interop.torch_state import TorchState, rng_state, set_rng_state
 from dist_checkpointing.manager.checkpoint_manager import CheckpointManager
 
 
@@ -23,15 +24,24 @@ class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be miss
     Args:
         root: folder of the run, see ``CheckpointManager``.
         every_n_steps: also save after so many steps of the optimizers; each epoch ends with a save.
+        position: place of the training in its data. ``position.batches`` is the ``batch_sampler``
+            of the loader, and the Trainer has ``use_distributed_sampler=False``.
         options: options of ``CheckpointManager``, such as ``retention``.
 
     With ``Trainer(callbacks=[RunCheckpoints("run")])``, ``fit`` goes on where the last one ended.
     """
 
     def __init__(
-        self, root: str | PathLike[str], *, every_n_steps: int | None = None, **options: Any
+        self,
+        root: str | PathLike[str],
+        *,
+        every_n_steps: int | None = None,
+        position: DataPosition | None = None,
+        **options: Any,
     ) -> None:
         self._root, self._every, self._options = root, every_n_steps, options
+        self._position = position
+        self._rng: dict[str, Any] | None = None
         self._manager: Any = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -46,12 +56,25 @@ class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be miss
             trainer.optimizers,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             lightning=_Progress(trainer, self),
+            data=self._position,
             **schedulers,
         )
         if self._manager.latest() is not None:
             self._manager.load(self._state)
+            # Within an epoch a loader first begins its data, which draws random numbers.
+            if self._position is not None and self._position.left < self._position.dataset_size:
+                self._rng = rng_state()
+        self._last_step = trainer.global_step
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._rng is not None:
+            set_rng_state(self._rng)
+            self._rng = None
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self._position is not None and trainer.global_step > self._last_step:
+            self._position.advance()
+        self._last_step = trainer.global_step
         if self._every and trainer.global_step - self._state.step >= self._every:
             self._save(trainer)
 

@@ -237,6 +237,15 @@ def torch_state(number: int, names: Names) -> None:
     names["train_step"] = train_step
 
 
+def elastic(number: int, names: Names) -> None:
+    torch_state(number, names)
+    names["dataset"] = torch.utils.data.TensorDataset(torch.ones(60, 4))
+    if number == 0:
+        train_step = names["train_step"]
+        names["train_step"] = lambda _: train_step()
+    names["FilePositions"] = interop.FilePositions
+
+
 def trainers(number: int, names: Names) -> None:
     del number
     model = _model()
@@ -298,6 +307,7 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/converting.md": converting,
     "docs/recipes.md": recipes,
     "docs/formats.md": formats,
+    "docs/elastic.md": elastic,
     "docs/fsdp2.md": nothing,  # tests/examples runs it on ranks
     "docs/fully_parallel.md": fully_parallel,
     "docs/hugging_face.md": hugging_face,

@@ -1,6 +1,6 @@
 """One rank of a training with the Trainer.
 
-Usage: hf_trainer_rank.py ddp|fsdp2 FOLDER STOP REPORTS     (STOP: a step, or "none")
+Usage: hf_trainer_rank.py ddp|fsdp2|position FOLDER STOP REPORTS     (STOP: a step, or "none")
 """
 
 import hashlib
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+from dist_checkpointing.interop import DataPosition
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -31,6 +33,12 @@ def cut(model: Any) -> Any:
     return model
 
 
+def without_dropout(model: Any) -> Any:
+    """What is the same on any number of ranks."""
+    model.layers[1].p = 0.0
+    return model
+
+
 def main(mode: str, folder: str, stop: str, reports: str) -> None:
     torch.set_num_threads(1)
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -38,6 +46,10 @@ def main(mode: str, folder: str, stop: str, reports: str) -> None:
 
     # The Trainer cannot resume such models by itself, and refuses to try.
     given: dict[str, Any] = {"cut": cut, "save_only_model": True} if mode == "fsdp2" else {}
+    if mode == "position":
+        accumulation = 2 // int(os.environ["WORLD_SIZE"])
+        given = {"cut": without_dropout, "gradient_accumulation_steps": accumulation}
+        given["position"] = DataPosition(40, 10, seed=6)
     trainer = train(Path(folder), stop=None if stop == "none" else int(stop), **given)
     digests = {}
     for name, parameter in trainer.model.named_parameters():

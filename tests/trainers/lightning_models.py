@@ -1,11 +1,14 @@
 """A small module for Lightning, and a Trainer for it."""
 
+import os
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
+
+from dist_checkpointing.interop import DataPosition
 
 
 class Module(LightningModule):  # type: ignore[misc]  # lightning may be missing
@@ -34,15 +37,21 @@ def fit(
     seed: int = 3,
     module: Module | None = None,
     ckpt_path: str | None = None,
+    position: DataPosition | None = None,
     **options: Any,
 ) -> Trainer:
     """A Trainer after ``epochs`` epochs of six steps on one device."""
     torch.manual_seed(seed)
     module = Module() if module is None else module
     data = torch.rand(30, 6, generator=torch.Generator().manual_seed(1))
-    loader: Any = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(data), batch_size=5, shuffle=True
-    )
+    batches: dict[str, Any] = {"batch_size": 5, "shuffle": True}
+    accumulation = options.get("accumulate_grad_batches", 1)
+    if position is not None:
+        rank, devices = int(os.environ.get("RANK", "0")), options.get("devices", 1)
+        own = position.batches(rank, devices, accumulation=accumulation)
+        batches = {"batch_sampler": own}
+        options["use_distributed_sampler"] = False
+    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), **batches)
     options = {"devices": 1, "callbacks": [], **options}
     saves = any(isinstance(callback, Checkpoint) for callback in options["callbacks"])
     trainer = Trainer(

@@ -1,6 +1,6 @@
 """One rank of a training with Lightning's Trainer.
 
-Usage: lightning_rank.py ddp|fsdp2 FOLDER EPOCHS REPORTS
+Usage: lightning_rank.py ddp|fsdp2|position FOLDER EPOCHS REPORTS     (position: EPOCHS are steps)
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dist_checkpointing.interop import lightning as ours
+from dist_checkpointing.interop import DataPosition, lightning as ours
 from lightning_models import Module, fit
 
 
@@ -31,6 +31,22 @@ class Cut(Module):
                 fully_shard(layer, mesh=mesh)
 
 
+def go_on_at_a_position(folder: str, steps: str) -> Any:
+    """Without dropout, which drops other values on other ranks."""
+    module = Module()
+    module.layers[1].p = 0.0  # type: ignore[assignment]
+    position = DataPosition(30, 10, seed=5)
+    return fit(
+        3,
+        module=module,
+        callbacks=[ours.RunCheckpoints(folder, every_n_steps=1, position=position)],
+        position=position,
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        max_steps=int(steps),
+    )
+
+
 def main(mode: str, folder: str, epochs: str, reports: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -38,13 +54,16 @@ def main(mode: str, folder: str, epochs: str, reports: str) -> None:
     strategy: Any = DDPStrategy(process_group_backend="gloo")
     if is_cut:
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    trainer = fit(
-        int(epochs),
-        module=Cut() if is_cut else None,
-        callbacks=[ours.RunCheckpoints(folder)],
-        devices=2,
-        strategy=strategy,
-    )
+    if mode == "position":
+        trainer = go_on_at_a_position(folder, epochs)
+    else:
+        trainer = fit(
+            int(epochs),
+            module=Cut() if is_cut else None,
+            callbacks=[ours.RunCheckpoints(folder)],
+            devices=2,
+            strategy=strategy,
+        )
     digests = {}
     for name, parameter in trainer.lightning_module.named_parameters():
         assert isinstance(parameter, DTensor) == is_cut

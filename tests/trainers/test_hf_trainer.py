@@ -10,6 +10,7 @@ from torch import nn
 
 from damage import damage
 from dist_checkpointing import CheckpointManager, Retention, load_tensors_metadata
+from dist_checkpointing.interop import DataPosition
 from real_ranks import run_script
 
 transformers = pytest.importorskip(
@@ -63,15 +64,16 @@ def train(
     model_seed: int = 3,
     cut: Callable[[Any], Any] = lambda model: model,
     callbacks: Sequence[Any] = (),
+    position: DataPosition | None = None,
     **given: Any,
 ) -> Any:
     """The Trainer after a training of 24 steps in 3 epochs, or less."""
     from dist_checkpointing.interop import hf_trainer
 
+    given = {"per_device_train_batch_size": 5, **given}
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "out"),
         num_train_epochs=3,
-        per_device_train_batch_size=5,
         save_strategy="steps",
         save_steps=4,
         logging_steps=2,
@@ -90,7 +92,8 @@ def train(
         eval_dataset=Numbers(),
         callbacks=[Stop(stop), *callbacks],
     )
-    hf_trainer.TrainerCheckpoints(folder / "run", retention=Retention(keep_last=2)).train(trainer)
+    options: dict[str, Any] = {"retention": Retention(keep_last=2), "position": position}
+    hf_trainer.TrainerCheckpoints(folder / "run", **options).train(trainer)
     return trainer
 
 
@@ -113,6 +116,39 @@ def test_it_goes_on_as_if_it_had_not_stopped(stop: int, accumulation: int, tmp_p
     train(tmp_path / "broken", stop=stop, **given)
     resumed = train(tmp_path / "broken", model_seed=4, **given)
     assert outcome(resumed) == outcome(whole)
+
+
+@pytest.mark.parametrize(("stop", "accumulation"), [(6, 1), (8, 2), (13, 1)])
+def test_it_goes_on_at_a_position(stop: int, accumulation: int, tmp_path: Path) -> None:
+    """With the same data in the same order, random numbers, epochs in the log, and weights."""
+    given: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
+
+    def position() -> DataPosition:
+        return DataPosition(40, 5 * accumulation, seed=6)
+
+    whole = train(tmp_path / "whole", position=position(), **given)
+    assert whole.state.global_step == 24 // accumulation
+    train(tmp_path / "broken", stop=stop, position=position(), **given)
+    last = position()
+    resumed = train(tmp_path / "broken", model_seed=4, position=last, **given)
+    assert outcome(resumed) == outcome(whole)
+    assert (last.epoch, last.samples) == (3, 120)
+    logged = [[log["epoch"] for log in t.state.log_history] for t in (whole, resumed)]
+    assert logged[0] == logged[1]
+    assert not resumed.args.ignore_data_skip
+
+
+def test_a_position_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"DataPosition\(dataset_size=40, batch_size=5\)"):
+        train(tmp_path, position=DataPosition(40, 10))
+    given: dict[str, Any] = {"per_device_train_batch_size": 3}
+    with pytest.raises(ValueError, match="drop_last=True"):
+        train(tmp_path, position=DataPosition(40, 3), **given)
+    position = DataPosition(40, 3, drop_last=True)
+    assert train(tmp_path, position=position, **given).state.global_step == 39
+    assert position.epoch == 3
+    with pytest.raises(ValueError, match="auto_find_batch_size"):
+        train(tmp_path, position=DataPosition(40, 5), auto_find_batch_size=True)
 
 
 class SaveEpochs(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
@@ -159,3 +195,21 @@ def test_two_ranks(mode: str, tmp_path: Path) -> None:
     assert whole[0]["step"] == 12
     run("broken", 6, "2")
     assert run("broken", "none", "3") == whole
+
+
+def test_a_position_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """Two ranks with one batch each, then one with two batches a step."""
+
+    def run(world_size: int, folder: str, stop: object) -> list[Any]:
+        script = Path(__file__).with_name("hf_trainer_rank.py")
+        given = ("position", tmp_path / folder, stop)
+        reports = tmp_path / f"{folder}-{world_size}"
+        return run_script(world_size, script, *given, reports=reports, timeout_seconds=200)
+
+    (whole,) = run(1, "whole", "none")
+    assert whole["step"] == 12
+    run(2, "run", 6)
+    (resumed,) = run(1, "run", "none")
+    assert resumed["step"] == 12
+    # Ranks sum in another order.
+    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-4)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dist_checkpointing import CheckpointManager
+from dist_checkpointing.interop import DataPosition
 from real_ranks import run_script
 
 lightning = pytest.importorskip("lightning", reason="lightning is missing: make test-trainers")
@@ -61,6 +62,25 @@ def test_saves_within_an_epoch(tmp_path: Path) -> None:
     resumed = fit(1, seed=9, callbacks=[ours.RunCheckpoints(tmp_path / "run")])
     assert resumed.global_step == 6
     assert len(resumed.lightning_module.losses) == 2
+
+
+@pytest.mark.parametrize(("stop", "accumulation"), [(2, 1), (3, 1), (4, 1), (2, 2)])
+def test_a_position_goes_on_within_an_epoch(stop: int, accumulation: int, tmp_path: Path) -> None:
+    """With the same data: three steps of 10 samples an epoch."""
+
+    def run(folder: str, **options: Any) -> tuple[Any, DataPosition]:
+        position = DataPosition(30, 10, seed=5)
+        own = ours.RunCheckpoints(tmp_path / folder, every_n_steps=1, position=position)
+        options = {"accumulate_grad_batches": accumulation, **options}
+        return fit(3, callbacks=[own], position=position, **options), position
+
+    whole, position = run("whole")
+    losses, weights, step = outcome(whole)
+    assert (step, position.samples, len(losses)) == (9, 90, 9 * accumulation)
+    run("run", max_steps=stop)
+    resumed, position = run("run", seed=9)
+    assert outcome(resumed) == (losses[stop * accumulation :], weights, step)
+    assert position.samples == 90
 
 
 def test_callbacks_get_their_state_back(tmp_path: Path) -> None:
@@ -124,3 +144,17 @@ def test_two_ranks(mode: str, tmp_path: Path) -> None:
         assert own["digests"] == expected["digests"]
         assert own["losses"] == expected["losses"][-len(own["losses"]) :]
         assert own["step"] == expected["step"] == 9
+
+
+def test_a_position_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    def run(world_size: int, folder: str, steps: int) -> list[float]:
+        """The loss of each step, of all ranks."""
+        script = Path(__file__).with_name("lightning_rank.py")
+        given = ("position", tmp_path / folder, steps)
+        reports = tmp_path / f"{folder}-{world_size}"
+        ranks = run_script(world_size, script, *given, reports=reports, timeout_seconds=200)
+        losses = zip(*(rank["losses"] for rank in ranks), strict=True)
+        return [sum(map(float.fromhex, parts)) / world_size for parts in losses]
+
+    whole = run(1, "whole", 9)
+    assert run(2, "run", 4) + run(1, "run", 9) == pytest.approx(whole, rel=1e-4)
