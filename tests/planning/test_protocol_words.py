@@ -267,6 +267,20 @@ def test_a_planner_need_not_know_the_layout(tmp_path: Path) -> None:
     assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], data)
 
 
+def test_items_without_a_hint_find_their_leaf(tmp_path: Path) -> None:
+    class Forgets(DefaultSavePlanner):
+        def build_local_plan(self) -> SavePlan:
+            plan = super().build_local_plan()
+            return SavePlan(replace(i, index=replace(i.index, index=None)) for i in plan.items)
+
+    halves = [shard("b", FULL.chunk(2)[half], (0, half, 2)) for half in (1, 0)]
+    cells = [dc.ShardedObject("o", number, (2,), (number,)) for number in (1, 0)]
+    strategy = TensorStoreSaveShardedStrategy(planner=Forgets())
+    dc.save({"b": halves, "o": cells}, tmp_path / "c", strategy)
+    assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["b"], FULL)
+    assert dc.load({"o": [cell.without_data() for cell in cells]}, tmp_path / "c")["o"] == [1, 0]
+
+
 def test_an_item_that_nobody_holds() -> None:
     planner = DefaultSavePlanner()
     planner.configure_planner({("w",): shard("w", FULL)})  # type: ignore[dict-item]

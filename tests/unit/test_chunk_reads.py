@@ -32,6 +32,7 @@ from dist_checkpointing.strategies.chunk_reads import (
     read_window,
 )
 from dist_checkpointing.threads import in_threads
+from faults import replaced
 from stores import new_url, put
 
 FLOAT = tensor_memory.from_torch(torch.float32)
@@ -181,6 +182,32 @@ def test_the_first_error_ends_all_tasks(threads: int) -> None:
         in_threads(work, range(1000), threads)
     assert raised.value.args == (0,)
     assert len(begun) <= threads
+
+
+@pytest.mark.parametrize(
+    ("shape", "box", "most_bytes"),
+    [
+        # One rank's rows into one of 64 columns.
+        ((256, 2**16), Box((0, 2**12), (256, 2**10)), 256 * 4096),
+        # Some columns of some experts: the gaps between these are larger.
+        ((8, 64, 2**13), Box((1, 0, 0), (5, 16, 2**11)), 5 * 16 * 2**13),
+    ],
+)
+def test_columns_are_read_without_what_lies_between(
+    tmp_path: Path, shape: tuple[int, ...], box: Box, most_bytes: int
+) -> None:
+    path, values = tmp_path / "data", np.random.default_rng(3).random(shape, dtype=np.float32)
+    path.write_bytes(values.tobytes())
+    tensor, counts = torch.zeros((*box.shape[:-1], box.shape[-1] + 1))[..., :-1], list[int]()
+
+    def counting(real: Any, *arguments: Any) -> int:
+        counts.append(real(*arguments))
+        return counts[-1]
+
+    with replaced("os.preadv", counting):
+        read_all([item(0, Window(0, shape, box))], [(0, values.nbytes)], path, [tensor])
+    assert torch.equal(tensor, torch.from_numpy(values)[box.slices()])
+    assert 0 < sum(counts) <= most_bytes
 
 
 @pytest.mark.parametrize("is_short", [False, True])

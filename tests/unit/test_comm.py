@@ -60,6 +60,26 @@ def bring(errors: dict[int, Exception]) -> Callable[[Comm], None]:
     return body
 
 
+def test_ranks_that_name_no_number_or_different_ones_are_not_the_same() -> None:
+    def body(comm: Comm) -> list[bool]:
+        return [comm.all_same(number) for number in (7, None, 7 if comm.rank else None, comm.rank)]
+
+    assert run_ranks(3, body) == [[True, False, False, False]] * 3
+
+
+def test_everybody_has_the_tensor_of_the_source_which_may_change_it_at_once() -> None:
+    def body(comm: Comm) -> list[list[int]]:
+        seen = []
+        for source in range(comm.world_size):
+            tensor = torch.full((3,), 10 + comm.rank, dtype=torch.uint8)
+            comm.broadcast_tensor(tensor, source)
+            seen.append(tensor.tolist())
+            tensor.zero_()
+        return seen
+
+    assert run_ranks(3, body) == [[[10] * 3, [11] * 3, [12] * 3]] * 3
+
+
 def test_findings_that_name_ranks_already_keep_them() -> None:
     findings = [Finding("p", ranks=(0, 5)), Finding("q", found=[1, 2])]
     error = the_one_error(3, bring({1: StateMismatchError("m", findings)}))

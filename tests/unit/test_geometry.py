@@ -66,8 +66,9 @@ def test_split_flat_range_refuses_what_is_outside(start: int, stop: int) -> None
 @given(st.data())
 def test_split_rows_partitions_into_runs(data: st.DataObject) -> None:
     shape = data.draw(shapes)
-    outer = tuple(extent + data.draw(st.integers(0, 2)) for extent in shape)
-    box = Box(tuple(o - s for o, s in zip(outer, shape, strict=True)), shape)
+    before = tuple(data.draw(st.integers(0, 2)) for _ in shape)
+    outer = tuple(extent + start + 1 for extent, start in zip(shape, before, strict=True))
+    box = Box(before, shape)
     most = data.draw(st.integers(0, 40))
     blocks = split_rows(box, most)
     covered = [elements(block, outer) for block in blocks]
