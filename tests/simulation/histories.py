@@ -141,7 +141,7 @@ def _event(dice: random.Random, kind: str, place: str) -> Event:
     if kind in faulty and dice.random() < 0.5:
         operation = dice.choice([*dice.choice(_OPERATIONS[place])] or [""])
         at = int(10 ** dice.uniform(0, 1.0 if operation else 2.4)) - 1
-        kinds = ["kill", "kill", "kill machine", "kill all", "power", "freeze", "error"]
+        kinds = ["kill", "kill machine", "kill all", "power", "power", "freeze", "error"]
         # Of rivals, one that is taken for dead and goes on is what commits are made for.
         what = dice.choice([*kinds, "power", *["freeze"] * 5] if kind == "rivals" else kinds)
         seconds = 0.0
