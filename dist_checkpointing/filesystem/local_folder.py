@@ -193,11 +193,12 @@ def remove(path: Path, root: Path) -> bool:
         if len(folders) <= len(above):
             return False
         with suppress(FileNotFoundError):
-            mode = os.stat(name, dir_fd=folders[-1], follow_symlinks=False).st_mode
-            if stat.S_ISDIR(mode):
-                shutil.rmtree(name, dir_fd=folders[-1])
-            else:
+            try:  # without a look, which may be older than what another machine has done
                 os.unlink(name, dir_fd=folders[-1])
+            except (IsADirectoryError, PermissionError):
+                if not stat.S_ISDIR(os.lstat(name, dir_fd=folders[-1]).st_mode):
+                    raise
+                shutil.rmtree(name, dir_fd=folders[-1])
             is_there = True
         for depth in reversed(range(len(above))):
             try:

@@ -506,12 +506,12 @@ def remove_temporaries(names: Iterable[str], root: Location) -> None:
     targets = {root / name for name in names}
     for folder in sorted({target.parent for target in targets}):
         if local_folder.is_real_folder(folder, root):
-            with os.scandir(folder) as entries:
-                for entry in [*entries]:
-                    match = TEMPORARY_NAME.fullmatch(entry.name)
-                    is_ours = match is not None and folder / match[1] in targets
-                    if is_ours and entry.is_file(follow_symlinks=False):
-                        local_folder.remove(folder / entry.name, root)
+            for name in names_in(folder):
+                match = TEMPORARY_NAME.fullmatch(name)
+                is_ours = match is not None and folder / match[1] in targets
+                status = status_of(folder / name, follows=False) if is_ours else None
+                if status is not None and stat.S_ISREG(status.st_mode):
+                    local_folder.remove(folder / name, root)
 
 
 def folders_of(names: Iterable[str]) -> set[str]:

@@ -562,7 +562,7 @@ class ObjectPath:
 
     def __truediv__(self, name: str | PurePosixPath) -> ObjectPath:
         path = PurePosixPath(self.key, name)
-        return replace(self, key=path.as_posix() if path.parts else "")
+        return ObjectPath(self.store, path.as_posix() if path.parts else "")
 
     @property
     def name(self) -> str:
@@ -572,7 +572,7 @@ class ObjectPath:
     @property
     def parent(self) -> ObjectPath:
         """The folder that it is in."""
-        return replace(self, key=self.key.rpartition("/")[0])
+        return ObjectPath(self.store, self.key.rpartition("/")[0])
 
     @property
     def prefix(self) -> str:

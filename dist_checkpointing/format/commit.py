@@ -330,9 +330,10 @@ def refuse_committed(folder: Location, *, overwrite: bool) -> set[str]:
     Returns the names of what is there.
     """
     there = {*location.names_in(folder)}
-    if there.isdisjoint((CONFIG_FNAME, DCP_METADATA_NAME, MODEL_INDEX_NAME)) or not is_committed(
-        folder
-    ):
+    commits = (CONFIG_FNAME, DCP_METADATA_NAME, MODEL_INDEX_NAME)
+    # Of a file system, a list may be older than what is known of a name.
+    is_known = isinstance(folder, ObjectPath) and there.isdisjoint(commits)
+    if is_known or not is_committed(folder):
         return there
     if not overwrite:
         message = f"{folder} already holds a checkpoint"

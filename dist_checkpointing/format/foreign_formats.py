@@ -94,11 +94,12 @@ def deepspeed_step(path: Location) -> Path | None:
     if latest.is_file() and latest.stat().st_size <= _MAX_NAME_BYTES:
         folders.append(path / Path(latest.read_text(errors="replace").strip()).name)
     for folder in folders:
-        if any(any(folder.glob(f"*_{what}_states.pt")) for what in ("model", "optim")):
+        if any(name.endswith(_DEEPSPEED_SUFFIXES) for name in location.names_in(folder)):
             return folder
     return None
 
 
+_DEEPSPEED_SUFFIXES: Final = ("_model_states.pt", "_optim_states.pt")
 _FORMATS: Final[Mapping[str, Callable[[Location], object]]] = {
     "torch_dist": is_plain_dcp,
     "safetensors": is_model,

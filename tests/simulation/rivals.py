@@ -21,6 +21,7 @@ from dist_checkpointing.testing.simulation.world import Fault, Launch, World
 from run_states import ViolationError
 
 _TRIES: Final = 3
+_READS: Final = 4
 _LONG_SECONDS: Final = 100.0
 """More than a save may be silent."""
 
@@ -67,8 +68,11 @@ class Rivals:
             )
             for number, own in enumerate(tried)
         ]
-        reader = self.world.start(1, lambda comm: self._read(comm, tried), name="reader")
-        self.world.arm(faults, launches[0])
+        pauses = [10.0 ** dice.uniform(-3, 1) for _ in range(_READS)]
+        reader = self.world.start(1, lambda comm: self._read(comm, tried, pauses), name="reader")
+        # A reader that stops for a while may meet another checkpoint when it goes on.
+        is_of_reader = any(fault.kind == "freeze" for fault in faults) and dice.random() < 0.4
+        self.world.arm(faults, reader if is_of_reader else launches[0])
         for launch in (*launches, reader):
             self.world.wait_for(launch)
         self.world.arm(())
@@ -112,8 +116,9 @@ class Rivals:
         chosen = machines[number % len(machines)]
         return self.world.start(1, work, name=f"rival{number}-", machines=[chosen])
 
-    def _read(self, comm: Comm, tried: Sequence[Sequence[int]]) -> None:
-        for _ in range(_TRIES):
+    def _read(self, comm: Comm, tried: Sequence[Sequence[int]], pauses: Sequence[float]) -> None:
+        for pause in pauses:
+            time.sleep(pause)
             try:
                 value = self.value_of(load(self.state_of(comm, None), self.path, comm=comm))
             except (CheckpointingException, OSError):

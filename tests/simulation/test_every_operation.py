@@ -254,7 +254,7 @@ class Play:
         launch = world.start(scenario.ranks, scenario.work)
         world.arm([fault], launch)
         world.wait_for(launch)
-        is_met = world.counted[""] > fault.at
+        is_met = world.counted[fault] > fault.at
         world.arm(())
         for result in launch.results.values():
             if isinstance(result, Exception) and not isinstance(result, CheckpointingException):
@@ -354,9 +354,10 @@ def test_a_reader_that_stops_while_its_checkpoint_is_overwritten(root: str, back
         def play(world: World = world, at: int = at) -> tuple[Any, bool]:
             world.launch(2, saves(1, root, backend))
             reader = world.start(2, value_at(root))
-            world.arm([Fault(at, "freeze", FOR_EVER)], reader)
+            fault = Fault(at, "freeze", FOR_EVER)
+            world.arm([fault], reader)
             world.wait_for(reader)
-            is_met = world.counted[""] > at
+            is_met = world.counted[fault] > at
             world.arm(())
             world.launch(2, saves(2, root, backend, overwrite=True))
             for process in reader.processes:

@@ -61,7 +61,8 @@ class Inode:
         saved: Bytes, or names, that are on the disk.
         changes: Of a folder, what was changed since it was synced: name, and what has it.
         late: What other machines may still see in a folder.
-        watchers: Machines that have looked into a folder; the others have nothing to remember.
+        watchers: Machines that have looked for a name in a folder, or have listed it (``""``); the
+            others have nothing to remember.
         writers: Machines that have opened a file for writing.
         is_dropped: Whether a sync has failed: the next one says that all is well.
         lock: The open file that has its ``flock``.
@@ -76,7 +77,7 @@ class Inode:
     saved_names: dict[str, Inode] = field(default_factory=dict)
     changes: list[tuple[str, Inode | None, Change]] = field(default_factory=list)
     late: dict[str, _Late] = field(default_factory=dict)
-    watchers: set[str] = field(default_factory=set)
+    watchers: set[tuple[str, str]] = field(default_factory=set)
     writers: set[str] = field(default_factory=set)
     is_dropped: bool = False
     lock: object = None
@@ -139,7 +140,7 @@ class Disk:
 
     def _seen(self, machine: str, folder: Inode, name: str, look: Look) -> Inode | None:
         found, late = folder.names.get(name), folder.late.get(name)
-        folder.watchers.add(machine)
+        folder.watchers.add((machine, "" if look is Look.LIST else name))
         if late is None or not self._is_hidden(machine, late, look):
             return found
         # Of a name that this machine believes to be there, the newest file is opened.
@@ -156,7 +157,7 @@ class Disk:
 
     def listed(self, machine: str, folder: Inode) -> dict[str, Inode]:
         """What a machine sees in a folder."""
-        folder.watchers.add(machine)
+        folder.watchers.add((machine, ""))
         found = {name: self._seen(machine, folder, name, Look.LIST) for name in folder.names}
         for name in folder.late:
             found[name] = self._seen(machine, folder, name, Look.LIST)
@@ -197,12 +198,14 @@ class Disk:
             return
         before = folder.late.get(name)
         late = _Late(old, machine)
-        for other in sorted(folder.watchers - {machine}):
+        for other, watched in sorted(folder.watchers):
+            if other == machine or watched not in ("", name):
+                continue
             if before is not None and self._is_hidden(other, before, Look.STATUS):
                 late.old = before.old
-            for look in (Look.LIST, Look.STATUS):
-                if self._dice.random() < 0.5:
-                    late.seen_at[other, look] = self.now + self._dice.random() * self.late_seconds
+            if self._dice.random() < 0.5:
+                look = Look.STATUS if watched else Look.LIST
+                late.seen_at[other, look] = self.now + self._dice.random() * self.late_seconds
         if late.seen_at:
             folder.late[name] = late
         else:

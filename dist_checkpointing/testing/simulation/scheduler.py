@@ -94,7 +94,7 @@ class Scheduler:
 
     @property
     def process(self) -> Process | None:
-        task = self.task
+        task = self._of_thread.get(_thread.get_ident())
         return None if task is None else task.process
 
     def run(self, work: Callable[[], T], process: Process) -> T:
@@ -165,7 +165,7 @@ class Scheduler:
         Raises:
             Killed: if the process of this thread is dead.
         """
-        task = self.task
+        task = self._of_thread.get(_thread.get_ident())
         if task is None:
             return
         _raise_if_dead(task)

@@ -116,7 +116,7 @@ class SystemCalls:
 
     def _in_world(self, own: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            return (real if self._world.process is None else own)(*args, **options)
+            return (real if self._world.scheduler.process is None else own)(*args, **options)
 
         return call
 
@@ -131,7 +131,7 @@ class SystemCalls:
             else:
                 is_own = options.get("dir_fd", options.get("src_dir_fd")) in self._files
                 is_own = is_own or (subject is not None and os.fspath(subject)[:5] == "/sim/")
-            if not is_own or (self._world.process is None and not is_close):
+            if not is_own or (self._world.scheduler.process is None and not is_close):
                 return real(*args, **options)
             return own(*args, **options)
 

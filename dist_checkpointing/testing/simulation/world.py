@@ -44,6 +44,8 @@ OWN: Final = "/sim/own"
 """A folder that each machine has for itself."""
 _LIBRARY: Final = "dist_checkpointing."
 _worlds = itertools.count()
+_LOOKS: Final = frozenset({"stat", "open", "list", "get", "head", "flock"})
+"""Operations that change nothing."""
 _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
 
 
@@ -67,11 +69,11 @@ class Fault:
     """What happens at one operation of the processes of a launch.
 
     Attributes:
-        at: Number of the operation, from 0; of those called ``operation``, if that is not empty.
+        at: Number of the operation, from 0; of those that ``operation`` names.
         kind: ``"kill"`` the process, ``"kill machine"``, ``"kill all"``, cut the ``"power"`` of the
             machine, ``"freeze"`` the process for ``seconds``, or the name of an error: ``"EIO"``.
         seconds: See ``kind``.
-        operation: See ``at``.
+        operation: Name of operations, or a part of the paths that they change; empty for all.
     """
 
     at: int
@@ -153,7 +155,7 @@ class World:
         self.shorts = shorts
         self.log: list[Operation] = []
         self.faults: list[Fault] = []
-        self.counted = Counter[str]()
+        self.counted = Counter[Fault]()
         self._keeps_log = keeps_log
         self._targets: Launch | None = None
         self._pids = itertools.count(10**6 + 1000 * next(_worlds))
@@ -300,11 +302,13 @@ class World:
         self.scheduler.pause()
         self.note(operation, path)
         if self._targets is not None and process in self._targets.processes:
-            numbers = {name: self.counted[name] for name in ("", operation)}
-            self.counted.update(numbers.keys())
             for fault in self.faults:
-                if fault.at == numbers.get(fault.operation):
-                    self._happen(fault, process, operation, path)
+                if fault.operation in ("", operation) or (
+                    fault.operation in path and operation not in _LOOKS
+                ):
+                    self.counted[fault] += 1
+                    if fault.at == self.counted[fault] - 1:
+                        self._happen(fault, process, operation, path)
 
     def arm(self, faults: Iterable[Fault], launch: Launch | None = None) -> None:
         """Count the operations of a launch anew, and let these faults happen at theirs."""
@@ -331,8 +335,8 @@ class World:
 
     def note(self, operation: str, path: str, outcome: str = "") -> None:
         """Add a line to the log."""
-        process = self.process
         if self._keeps_log:
+            process = self.process
             name = "" if process is None else process.name
             self.log.append(Operation(self.scheduler.now, name, operation, path, outcome))
 
