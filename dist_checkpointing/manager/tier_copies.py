@@ -40,6 +40,7 @@ from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of
 from dist_checkpointing.format.run_steps import latest_step
 from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
 from dist_checkpointing.manager.disks import FastDisks, rows_held
+from dist_checkpointing.manager.places import Place
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.storage.options import Durability
@@ -182,11 +183,11 @@ class StoreCopier(Copier):
         self,
         near: RunFolder,
         home: RunFolder,
-        retention: Retention,
+        place: Place,
         disks: FastDisks,
     ) -> None:
         super().__init__(near, home)
-        self._retention, self._disks = retention, disks
+        self._place, self._disks = place, disks
         self._root: Any = home.root
         self._orders_given = 0
         self._whole: Mapping[int, Seal] = {}
@@ -256,7 +257,10 @@ class StoreCopier(Copier):
                     self._near.apply_retention()
 
     def _next_step(self) -> int | None:
-        """The next step to copy; abandoned ones and those that it would not keep are given up."""
+        """The next step to copy; given up are abandoned ones and what the store would not keep.
+
+        Of those that are not due there, the newest is copied at the end.
+        """
         with tolerant("nothing is copied into the store for now"):
             if pending := self.pending:
                 abandoned = pending.keys() & self._near.record().abandoned
@@ -264,12 +268,25 @@ class StoreCopier(Copier):
                 stored = {*self._home.committed_steps()}
                 metrics = self._home.record().metrics | self._near.record().metrics
                 history = stored.intersection(self._home.history()) | wanted
-                due = self._retention.due(stored | wanted, sorted(wanted)[-1:], metrics, history)
-                given_up = abandoned | (wanted & {*due.delete})
+                newest, retention = {*sorted(wanted)[-1:]}, self._place.retention or Retention()
+                dropped = {*retention.due(stored | wanted, newest, metrics, history).delete}
+                early = self._not_due(wanted, history - wanted)
+                given_up = abandoned | (wanted & dropped) | (early - newest)
                 if given_up:
                     self._release(given_up)
-                return min(pending.keys() - given_up - self._failed.keys(), default=None)
+                later = set() if self._is_ending else early
+                return min(pending.keys() - given_up - later - self._failed.keys(), default=None)
         return None
+
+    def _not_due(self, steps: Collection[int], stored: Collection[int]) -> set[int]:
+        """Those of the steps that the store does not ask for, which has ``stored`` ones."""
+        last, early = None, set()
+        for step in sorted({*steps, *stored}):
+            if step in stored or self._place.is_due(step, last):
+                last = step
+            else:
+                early.add(step)
+        return early
 
     def _release(self, steps: Collection[int]) -> None:
         """Let all disks forget steps that need not be kept for the store any more."""

@@ -8,7 +8,6 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
@@ -20,8 +19,8 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.location import as_local_folder, check_room
-from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo, ObjectPath
+from dist_checkpointing.filesystem.location import check_room
+from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo
 from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, leftovers, number_of_save
@@ -33,7 +32,7 @@ from dist_checkpointing.format.run_steps import (
 )
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.manager.disks import FastDisks, whole_steps
-from dist_checkpointing.manager.retention import Retention
+from dist_checkpointing.manager.places import Place
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
 from dist_checkpointing.manager.tier_copies import (
@@ -69,34 +68,32 @@ class Run:
 
     def __init__(
         self,
-        root: Any,
-        retention: Retention,
+        places: Sequence[Place],
         on_saved: Hooks,
         comm: Comm,
-        fast: str | PathLike[str] | None,
         *,
         incremental: bool,
     ) -> None:
-        self.root, self._retention, self._comm = root, retention, comm
+        self._places, self._comm = places, comm
+        home: Any = places[-1]
+        self.root, self._retention = home.path, home.retention
         self._on_saved, self._is_incremental = on_saved, incremental
         self.position: int | None = None
         self.damaged: set[int] = set()  # a disk is not read for them; a save does not go on there
-        self.near = self._home = RunFolder(root, retention)
+        self.near = self._home = RunFolder(home.path, home.retention)
         self._folders = [self.near]
         self._copier = Copier(self.near, self._home)
-        self._has_disks, self._num_disks, self._leads = fast is not None, 1, comm.rank == 0
+        self._has_disks, self._num_disks, self._leads = len(places) > 1, 1, comm.rank == 0
         self._has_parts = False  # the steps on a disk may be parts of checkpoints
         if comm.rank == 0:
             self._home.finish_commits()
-        if fast is not None:
-            self._use_disks(as_local_folder(fast).absolute())
+        if self._has_disks:
+            self._use_disks(places[0])
 
-    def _use_disks(self, fast: Path) -> None:
+    def _use_disks(self, place: Any) -> None:
         """Go on with what the last manager has left on the disks. Collective."""
-        if not isinstance(self.root, ObjectPath):
-            finding = Finding("fast= needs a root in an object store", found=str(self.root))
-            raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
-        self.near = near = RunFolder(fast, self._retention, lambda: self._copier.pending)
+        fast, retention = place.path, place.retention
+        self.near = near = RunFolder(fast, retention, lambda: self._copier.pending)
         self._folders = [near, self._home]
         disks = FastDisks(self._comm, fast)
         self._num_disks, self._leads = len(disks.leaders), disks.leads
@@ -120,7 +117,7 @@ class Run:
             if self._comm.rank == 0:
                 near.finish_commits()
                 self._agree_on_history(records)
-                self._copier = StoreCopier(near, self._home, self._retention, disks)
+                self._copier = StoreCopier(near, self._home, self._places[-1], disks)
             elif disks.leads:
                 self._copier = PartCopier(near, self._home, disks)
         whole = whole_steps(self._comm, disks, near, self._home, has_parts=self._has_parts)

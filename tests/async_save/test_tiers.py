@@ -3,6 +3,7 @@
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_what_is_saved_to_the_disk_comes_into_the_store(
     tmp_path: Path, s3_place: dc.ObjectPath
 ) -> None:
     keep = dc.Retention(keep_last=2)
-    with dc.CheckpointManager(s3_place, fast=tmp_path, retention=keep) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(s3_place)], retention=keep) as manager:
         manager.save(1, state(1))
         for step in (2, 3):
             manager.async_save(step, state(step))
@@ -55,11 +56,11 @@ def test_what_is_saved_to_the_disk_comes_into_the_store(
 
 def test_a_node_whose_disk_is_gone_goes_on_from_the_store(tmp_path: Path) -> None:
     root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "a"), dc.Place(root)]) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
     shutil.rmtree(tmp_path / "a")
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "a"), dc.Place(root)]) as manager:
         assert (manager.steps(), manager.latest()) == ([1, 2], 2)
         assert manager.load(state(0))["value"] == 2
         with pytest.raises(CheckpointExistsError, match="the run is at step 2 already"):
@@ -72,11 +73,14 @@ def test_the_newest_whole_checkpoint_is_loaded_wherever_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
     damage(tmp_path / "step-00000002")
-    with dc.CheckpointManager(root, fast=tmp_path) as manager, caplog.at_level(logging.WARNING):
+    with (
+        dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager,
+        caplog.at_level(logging.WARNING),
+    ):
         assert manager.load(state(0))["value"] == 2
         assert "step 2 is skipped" in caplog.text
         assert str(manager.folder(2)).startswith("memory://")
@@ -93,7 +97,7 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
             damage(tmp_path / "step-00000002")
         return real(path, *args, **options)
 
-    manager = dc.CheckpointManager(root, fast=tmp_path)
+    manager = dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)])
     manager.save(1, state(1))
     with replaced("io.open", damaging):
         manager.save(2, state(2))
@@ -109,7 +113,7 @@ def test_training_goes_on_while_a_slow_store_is_filled(tmp_path: Path) -> None:
     root, gate, keep = new_url(), threading.Event(), dc.Retention(keep_last=1)
     with (
         store_waiting(gate, "/data/") as keys,
-        dc.CheckpointManager(root, fast=tmp_path, retention=keep) as manager,
+        dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)], retention=keep) as manager,
     ):
         for step in range(1, 5):
             manager.save(step, state(step))
@@ -124,12 +128,12 @@ def test_training_goes_on_while_a_slow_store_is_filled(tmp_path: Path) -> None:
 
 def test_a_disk_that_was_away_does_not_replace_what_others_have_saved(tmp_path: Path) -> None:
     root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "a"), dc.Place(root)]) as manager:
         manager.save(1, state(1))
-    with dc.CheckpointManager(root, fast=tmp_path / "b") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "b"), dc.Place(root)]) as manager:
         manager.delete(1)
         manager.save(1, state(7))
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "a"), dc.Place(root)]) as manager:
         assert manager.load(state(0), 1)["value"] == 7
         assert manager.load(state(0))["value"] == 7
     with dc.CheckpointManager(root) as manager:
@@ -142,10 +146,10 @@ def test_a_disk_that_was_away_does_not_bring_back_what_was_abandoned(
     place: str, is_copied: bool, tmp_path: Path, s3_place: dc.ObjectPath
 ) -> None:
     root: Any = s3_place if place == "s3" else new_url()
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "a"), dc.Place(root)]) as manager:
         manager.save(60, state(60))
         manager.save(70, state(70))
-    manager = dc.CheckpointManager(root, fast=tmp_path / "a")
+    manager = dc.CheckpointManager([dc.Place(tmp_path / "a"), dc.Place(root)])
 
     def refuses(name: str, key: str) -> bool:
         return not is_copied and name.startswith("put") and "step-00000080" in key
@@ -154,16 +158,16 @@ def test_a_disk_that_was_away_does_not_bring_back_what_was_abandoned(
         manager.save(80, state(80))
         with nullcontext() if is_copied else pytest.raises(CheckpointingException, match="step 80"):
             manager.close()
-    with dc.CheckpointManager(root, fast=tmp_path / "b") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "b"), dc.Place(root)]) as manager:
         assert manager.load(state(0), 60)["value"] == 60
         manager.save(65, state(65))
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "a"), dc.Place(root)]) as manager:
         assert (manager.latest(), manager.latest_valid()) == (65, 65)
         assert manager.load(state(0))["value"] == 65
         assert manager.load(state(0), 80)["value"] == 80
         assert manager.load(state(0), 65)["value"] == 65
         manager.save(70, state(71))
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "a"), dc.Place(root)]) as manager:
         assert (manager.latest(), manager.load(state(0))["value"]) == (70, 71)
     with dc.CheckpointManager(root) as manager:
         assert (manager.latest(), manager.load(state(0))["value"]) == (70, 71)
@@ -171,10 +175,10 @@ def test_a_disk_that_was_away_does_not_bring_back_what_was_abandoned(
 
 def test_a_damaged_step_is_saved_again_and_copied_again(tmp_path: Path) -> None:
     root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
         manager.save(1, state(1))
     damage(tmp_path / "step-00000001")
-    with dc.CheckpointManager(root, fast=tmp_path) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
         assert manager.load(state(0))["value"] == 1
         manager.save(1, state(5), overwrite=True)
         assert manager.load(state(0))["value"] == 5
@@ -184,7 +188,7 @@ def test_a_damaged_step_is_saved_again_and_copied_again(tmp_path: Path) -> None:
 
 def test_the_disk_may_be_incremental(tmp_path: Path) -> None:
     root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path, incremental=True) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)], incremental=True) as manager:
         manager.save(1, state(1))
         manager.save(2, state(1) | {"value": 2.0})
     shutil.rmtree(tmp_path)
@@ -204,14 +208,14 @@ def test_ranks_share_the_disk(tmp_path: Path) -> None:
         }
 
     def train(comm: Comm) -> None:
-        with dc.CheckpointManager(root, fast=tmp_path, comm=comm) as manager:
+        with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)], comm=comm) as manager:
             manager.async_save(1, part(comm, 1.0))
 
     run_ranks(2, train)
     shutil.rmtree(tmp_path)
 
     def resume(comm: Comm) -> float:
-        with dc.CheckpointManager(root, fast=tmp_path, comm=comm) as manager:
+        with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)], comm=comm) as manager:
             return float(manager.load(part(comm, 0.0))["w"][0, 0])
 
     assert run_ranks(2, resume) == [1.0, 2.0]
@@ -219,15 +223,39 @@ def test_ranks_share_the_disk(tmp_path: Path) -> None:
 
 def test_what_is_kept_in_two_places_is_deleted_in_both(tmp_path: Path) -> None:
     root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
-    with dc.CheckpointManager(root, fast=tmp_path) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
         manager.delete(1)
         assert manager.steps() == [2]
     assert steps_in(root) == ["step-00000002"]
 
 
 def test_a_second_place_must_be_a_store(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormatError, match="root in an object store"):
-        dc.CheckpointManager(tmp_path / "slow", fast=tmp_path / "fast")
+    places = [dc.Place(tmp_path / "fast"), dc.Place(tmp_path / "slow")]
+    with pytest.raises(UnsupportedFormatError, match="must be an object store"):
+        dc.CheckpointManager(places)
+
+
+def test_the_nearest_place_takes_each_save(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormatError, match="nearest place takes each save"):
+        dc.CheckpointManager([dc.Place(tmp_path, every=10), dc.Place(new_url())])
+    with pytest.raises(ValueError, match="every must be at least 1, not 0"):
+        dc.Place(tmp_path, every=0)
+
+
+def test_the_store_gets_the_steps_that_are_due_there_and_the_last_one(tmp_path: Path) -> None:
+    root = new_url()
+    places = [dc.Place(tmp_path, retention=dc.Retention(keep_last=2)), dc.Place(root, every=20)]
+    with dc.CheckpointManager(places) as manager:
+        for step in range(10, 71, 10):
+            manager.save(step, state(step))
+            if step % 20 == 0:
+                while f"step-{step:08d}" not in steps_in(root):
+                    time.sleep(0.01)
+    on_disk = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert on_disk == ["step-00000060", "step-00000070"]
+    assert steps_in(root) == [f"step-000000{step}" for step in (10, 20, 40, 60, 70)]
+    with dc.CheckpointManager(places) as manager:
+        assert manager.load(state(0))["value"] == 70

@@ -18,6 +18,7 @@ from dist_checkpointing import (
     CheckpointManager,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    Place,
     Retention,
     ShardedObject,
     ShardedTensor,
@@ -366,12 +367,12 @@ class Player:
         history = self.history
 
         def resume(rank: _Rank) -> int | None:
+            nearer = [Place(f"{OWN}/run")] if history.place == "fast" else []
             rank.manager = CheckpointManager(
-                self.root,
+                [*nearer, Place(self.root)],
                 history.backend,
                 comm=rank.comm,
                 retention=Retention(keep_last=history.keep_last),
-                fast=f"{OWN}/run" if history.place == "fast" else None,
                 incremental=history.is_incremental and history.backend != "torch_dist",
             )
             if not rank.manager.steps():
