@@ -335,7 +335,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             return self._load_newest(template, options)
         options = {"trusted": self._trusted, **options}
         try:
-            folder = self._run.prepare_read(step)
+            folder = self._run.prepare_read(step, template)
             loaded: StateDict = load(template, folder, comm=self._comm, **options)
         except CheckpointNotFoundError as error:
             steps = self.steps()
@@ -381,7 +381,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             # Raised by a load, anything else is about the template.
             kinds: tuple[type[CheckpointingException], ...] = (CheckpointingException,)
             try:
-                folder = self._listed(step)
+                folder = self._listed(step, template)
                 # Else the other ranks would wait for what rank 0 does not see either.
                 comm.from_rank0(f"finding step {step}", partial(read_config, folder))
                 judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
@@ -401,9 +401,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             return loaded
         raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)
 
-    def _listed(self, step: int, *, near: bool = True) -> Location:
+    def _listed(self, step: int, wanted: Any = None, *, near: bool = True) -> Location:
         """The folder of a step that is read as a whole; see ``prepare_read``. Collective."""
-        folder = self._run.prepare_read(step, near=near)
+        folder = self._run.prepare_read(step, wanted, near=near)
         with self._comm.agreed(f"listing step {step}"):
             return listed_once(folder)
 

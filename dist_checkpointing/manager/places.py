@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike, fspath
 from typing import get_type_hints
 
@@ -23,6 +23,9 @@ class Place:
         every: A step is copied here if it has reached another multiple of this since the last step
             that was. The nearest place takes each save, and leaves this out.
         retention: Which checkpoints are kept here; by default as the manager says.
+        copies: On how many other machines the part of each is kept too, where each machine has a
+            disk of its own. They are made behind the training. A machine is named by its host, or
+            by the environment variable DIST_CHECKPOINTING_MACHINE.
 
     Example:
         >>> # Each save goes to the disk, and the first one of each 500 steps into the store.
@@ -32,14 +35,16 @@ class Place:
     path: str | PathLike[str]
     every: int = field(default=1, kw_only=True)
     retention: Retention | None = field(default=None, kw_only=True)
+    copies: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Place)
         for name in (entry.name for entry in fields(self)):
             if not fits(value := getattr(self, name), kinds[name]):
                 raise TypeError(f"{name} of a Place must be {kinds[name]}, not {value!r}")
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1, not {self.every}")
+        for name, least in (("every", 1), ("copies", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
     def is_due(self, step: int, last: int | None) -> bool:
         """Whether a step comes here after the ``last`` one that did; None if none did."""
@@ -66,11 +71,14 @@ def as_places(given: Places, retention: Retention) -> list[Place]:
     elif len(listed) == 2 and not isinstance(as_location(listed[1].path), ObjectPath):
         found = fspath(listed[1].path)
         findings.append(Finding("the last of two places must be an object store", found=found))
+    elif listed[-1].copies:
+        found = f"{fspath(listed[-1].path)}, copies={listed[-1].copies}"
+        findings.append(Finding("copies are kept on disks in front of a store", found=found))
     if findings:
         raise UnsupportedFormatError("a run cannot be kept in these places", findings)
     *nearer, home = listed
     paths = [*(as_local_folder(place.path) for place in nearer), as_location(home.path)]
     return [
-        Place(path.absolute(), every=place.every, retention=place.retention or retention)
+        replace(place, path=path.absolute(), retention=place.retention or retention)
         for path, place in zip(paths, listed, strict=True)
     ]
