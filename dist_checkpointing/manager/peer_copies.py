@@ -186,17 +186,22 @@ def copies_to_peers(
 class PeerCopies:
     """Copies what each machine has saved to others, in a thread of each rank.
 
-    Making one is collective, as are ``copy`` (behind the training) and ``finish``.
+    Making one is collective, as are ``copy`` (behind the training) and ``finish``. ``waiting`` are
+    the steps that are not copied yet, which retention must leave; it is replaced, never changed.
     """
 
     def __init__(self, comm: Comm, near: RunFolder, disks: FastDisks, copies: int) -> None:
         self._comm, self._near, self._disks, self._copies = comm.duplicate(), near, disks, copies
+        self.waiting: tuple[int, ...] = ()
+        self._changed = threading.Lock()
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="peer-copies", daemon=True)
         self._thread.start()
 
     def copy(self, step: int) -> None:
         """Copy a step, after those before it."""
+        with self._changed:
+            self.waiting = (*self.waiting, step)
         self._steps.put(step)
 
     def finish(self) -> None:
@@ -211,6 +216,9 @@ class PeerCopies:
                 self._copy(step)
             except (OSError, CheckpointingException) as error:
                 logger.warning("step %d has no copies at peers: %s", step, error)
+            finally:
+                with self._changed:
+                    self.waiting = self.waiting[1:]
 
     def _copy(self, step: int) -> None:
         folder, what = self._near.folder(step), f"copying step {step} to peers"

@@ -144,8 +144,10 @@ class Copier:
         folder = self._near.folder(step)
         name = attempt_of(folder)
         if name is not None:
-            seal = read_seal(folder)  # before others send copies of what they have
-            self.parts = {} if seal is None else {**self.parts, name: rows_held(folder, seal)}
+            with tolerant(f"what {folder} holds is copied with what others have sent"):
+                seal = read_seal(folder)  # before others send copies of what they have
+                if seal is not None:
+                    self.parts = {**self.parts, name: rows_held(folder, seal)}
             with self._changed:
                 self.pending = {**self.pending, step: name}
 

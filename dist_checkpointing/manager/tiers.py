@@ -97,7 +97,7 @@ class Run:
     def _use_disks(self, place: Any) -> None:
         """Go on with what the last manager has left on the disks. Collective."""
         fast, retention = place.path, place.retention
-        self.near = near = RunFolder(fast, retention, lambda: self._copier.pending)
+        self.near = near = RunFolder(fast, retention, self._kept)
         self._folders = [near, self._home]
         disks = FastDisks(self._comm, fast)
         self._num_disks, self._leads = len(disks.leaders), disks.leads
@@ -134,6 +134,10 @@ class Run:
             if len({*disks.machines}) == 1 and self._comm.rank == 0:
                 logger.warning("all disks are on %s: no copies are made", disks.machines[0])
             self._peers = PeerCopies(self._comm, near, disks, place.copies)
+
+    def _kept(self) -> set[int]:
+        """The steps that a disk must keep until they are copied."""
+        return {*self._copier.pending, *(self._peers.waiting if self._peers else ())}
 
     def _agree_on_history(self, records: Sequence[RunRecord | None]) -> None:
         """Let disk and store go back where the run has, and only the other one knows.

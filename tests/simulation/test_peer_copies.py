@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from dist_checkpointing import CheckpointManager, Place
+from dist_checkpointing import CheckpointManager, Place, Retention
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing.simulation.disk import Disk
 from dist_checkpointing.testing.simulation.world import OWN, World
@@ -39,11 +39,11 @@ class Cluster:
             raise errors[0]
         return [results[rank] for rank in range(ranks)]
 
-    def train(self, *steps: int, is_copied: bool) -> None:
+    def train(self, *steps: int, is_copied: bool, **options: Any) -> None:
         """Save steps; if they are not copied into the store, the machines stop after a minute."""
 
         def work(comm: Comm) -> None:
-            manager = CheckpointManager(PLACES, comm=comm)
+            manager = CheckpointManager(PLACES, comm=comm, **options)
             if manager.steps():
                 manager.load(state_of(comm, 0))
             for step in steps:
@@ -58,6 +58,13 @@ class Cluster:
 
         with store_down(at=refuses):
             self.on(work)
+
+    def files(self, name: str, step: int) -> list[str]:
+        """What the disk of a machine has of a step."""
+        paths = (
+            path for path, inode in self.world.machines[name].disk.tree() if not inode.is_folder
+        )
+        return [path for path in paths if f"step-{step:08d}" in path]
 
     def lose(self, *names: str) -> None:
         for name in names:
@@ -146,5 +153,29 @@ def test_the_store_gets_each_file_once() -> None:
         values = [path for path in puts if "/data/model/" in path]
         assert values
         assert len(values) == len({*values})
+
+    played(act)
+
+
+def test_retention_deletes_copies_too() -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, 2, is_copied=True)
+        assert all(made.files(name, 1) for name in NODES)
+        made.train(3, 4, is_copied=True, retention=Retention(keep_last=1))
+        for name in NODES:
+            assert not [path for step in (1, 2) for path in made.files(name, step)]
+        assert made.load() == (4, [])
+
+    played(act)
+
+
+def test_a_machine_that_has_fetched_a_step_deletes_it_when_it_is_due() -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, is_copied=True)
+        made.lose("node1")
+        assert made.load() == (1, [])
+        assert made.files("node1", 1)
+        made.train(2, 3, 4, is_copied=True, retention=Retention(keep_last=1))
+        assert not made.files("node1", 1)
 
     played(act)
