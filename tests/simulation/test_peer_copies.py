@@ -1,5 +1,6 @@
 """Copies of each machine's part at another machine: what is lost with machines, and what is not."""
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -10,9 +11,10 @@ import torch
 from dist_checkpointing import CheckpointManager, Place, Retention
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing.simulation.disk import Disk
-from dist_checkpointing.testing.simulation.world import OWN, World
+from dist_checkpointing.testing.simulation.world import OWN, Fault, World
 from faults import store_down
 from states import rows
+from tiers import share
 
 ROOT: Final = "s3://bucket/run"
 PLACES: Final = [Place(f"{OWN}/run", copies=1), Place(ROOT)]
@@ -179,3 +181,34 @@ def test_a_machine_that_has_fetched_a_step_deletes_it_when_it_is_due() -> None:
         assert not made.files("node1", 1)
 
     played(act)
+
+
+def killed_at(made: Cluster, seed: int) -> None:
+    """Kill the machine of whoever does some operation, take its disk away, and go on."""
+    dice, copied = random.Random(seed), [1]  # steps that had a minute to be copied to peers
+    made.train(1, is_copied=True)
+
+    def work(comm: Comm) -> None:
+        manager = CheckpointManager(PLACES, comm=comm)
+        manager.load(state_of(comm, 0))
+        for step in (2, 3):
+            manager.save(step, state_of(comm, step))
+            time.sleep(60)
+            if comm.rank == 0:
+                copied.append(step)
+
+    fault = Fault(dice.randrange(1500), "kill machine")
+    with store_down(at=lambda name, key: name.startswith("put") and "/data/" in key):
+        launch = made.world.launch(8, work, machines=NODES, faults=[fault])
+    dead = [rank for rank in range(8) if rank not in launch.results]
+    killed = NODES[dead[0] // 2] if dead else dice.choice(NODES)
+    made.lose(killed)
+    assert made.load()[0] >= copied[-1], (seed, fault, killed)
+    made.train(4, is_copied=True)
+    assert made.load() == (4, [])
+
+
+@pytest.mark.parametrize("first", range(0, 500, 25))
+def test_no_killed_machine_takes_a_copied_step_with_it(first: int) -> None:
+    for seed in range(first, first + share(25)):
+        played(lambda made, seed=seed: killed_at(made, seed), seed)  # type: ignore[misc]
