@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -185,7 +186,7 @@ def test_a_machine_that_has_fetched_a_step_deletes_it_when_it_is_due() -> None:
 
 def killed_at(made: Cluster, seed: int) -> None:
     """Kill the machine of whoever does some operation, take its disk away, and go on."""
-    dice, copied = random.Random(seed), [1]  # steps that had a minute to be copied to peers
+    dice, reached = random.Random(seed), Counter({1: 8})
     made.train(1, is_copied=True)
 
     def work(comm: Comm) -> None:
@@ -194,8 +195,7 @@ def killed_at(made: Cluster, seed: int) -> None:
         for step in (2, 3):
             manager.save(step, state_of(comm, step))
             time.sleep(60)
-            if comm.rank == 0:
-                copied.append(step)
+            reached[step] += 1  # this rank has lived for a minute, in which copies are made
 
     fault = Fault(dice.randrange(1500), "kill machine")
     with store_down(at=lambda name, key: name.startswith("put") and "/data/" in key):
@@ -203,7 +203,8 @@ def killed_at(made: Cluster, seed: int) -> None:
     dead = [rank for rank in range(8) if rank not in launch.results]
     killed = NODES[dead[0] // 2] if dead else dice.choice(NODES)
     made.lose(killed)
-    assert made.load()[0] >= copied[-1], (seed, fault, killed)
+    copied = max(step for step, count in reached.items() if count == 8)
+    assert made.load()[0] >= copied, (seed, fault, killed)
     made.train(4, is_copied=True)
     assert made.load() == (4, [])
 
