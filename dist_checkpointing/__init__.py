@@ -28,6 +28,7 @@ if typing.TYPE_CHECKING:
         check_is_distributed_checkpoint as check_is_distributed_checkpoint,
     )
     from dist_checkpointing.manager.checkpoint_manager import CheckpointManager as CheckpointManager
+    from dist_checkpointing.manager.places import Place as Place
     from dist_checkpointing.manager.retention import Retention as Retention
     from dist_checkpointing.mapping import (
         LocalNonpersistentObject as LocalNonpersistentObject,
@@ -77,6 +78,7 @@ _NAMES_BY_MODULE = {
     "filesystem.object_store": ("ObjectPath", "ObjectStoreOptions"),
     "format.commit": ("check_is_distributed_checkpoint",),
     "manager.checkpoint_manager": ("CheckpointManager",),
+    "manager.places": ("Place",),
     "manager.retention": ("Retention",),
     "mapping": (
         "LocalNonpersistentObject",

@@ -158,6 +158,26 @@ class Channel:
         """Fill ``tensor`` with that of rank ``source``."""
         self._broadcast(self._tensor_group, tensor, source, deadline)
 
+    def shift(
+        self,
+        sent: torch.Tensor,
+        target: int | None,
+        source: int | None,
+        num_bytes: int,
+        deadline: float,
+    ) -> torch.Tensor:
+        """Send a tensor to one rank, and receive one from another."""
+        sizes, received = [0] * self._world_size, torch.empty(num_bytes, dtype=torch.uint8)
+        froms = [*sizes]
+        if target is not None:
+            sizes[target] = len(sent)
+        if source is not None:
+            froms[source] = num_bytes
+        options, size = _options(dist.AllToAllOptions, deadline), sent.nbytes + num_bytes
+        exchange = self._group.alltoall_base
+        self._end(exchange, deadline, size, received, sent, froms, sizes, options)
+        return received
+
     def _broadcast(
         self, group: dist.ProcessGroup, tensor: torch.Tensor, source: int, deadline: float
     ) -> None:

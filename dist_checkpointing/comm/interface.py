@@ -43,6 +43,17 @@ class Comm(ABC):
             assert given is not None
             tensor.copy_(given)
 
+    def shift(
+        self, sent: torch.Tensor, target: int | None, source: int | None, num_bytes: int
+    ) -> torch.Tensor:
+        """Send a tensor to rank ``target``, and return the ``num_bytes`` that ``source`` sends.
+
+        Both are 1-D, uint8, on the CPU; empty where the rank is None. A rank may send to one other.
+        """
+        del target, num_bytes  # every rank gets a reference to what each sends
+        given = self.all_gather(sent.clone())
+        return sent.new_empty(0) if source is None else given[source]
+
     @abstractmethod
     def all_gather(self, value: T) -> list[T]:
         """``value`` of every rank, in rank order."""

@@ -152,6 +152,15 @@ class TorchComm(Comm):
         with self._steps.start_tensor_step() as deadline:
             self._steps.channel.broadcast_tensor(tensor, source, deadline)
 
+    def shift(
+        self, sent: torch.Tensor, target: int | None, source: int | None, num_bytes: int
+    ) -> torch.Tensor:
+        if self._steps.is_broken:
+            return super().shift(sent, target, source, num_bytes)
+        with self._steps.start_tensor_step() as deadline:
+            return self._steps.channel.shift(sent, target, source, num_bytes, deadline)
+        raise AssertionError("a step that fails raises")
+
     def duplicate(self) -> TorchComm:
         step = "making a channel for another thread"
         self.agree(step, None)

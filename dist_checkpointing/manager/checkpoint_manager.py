@@ -8,7 +8,6 @@ import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, SupportsFloat, get_origin, get_type_hints
 
@@ -23,7 +22,6 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location, listed_once
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.run_steps import NO_STEP, fits
@@ -33,6 +31,7 @@ from dist_checkpointing.manager.latest_valid import (
     is_verifiable,
     judge,
 )
+from dist_checkpointing.manager.places import Places, as_places
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch
 from dist_checkpointing.manager.tiers import Run
@@ -58,6 +57,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     ``ROOT/step-00000100`` is the checkpoint of step 100. ``ROOT/manager.json`` has a pointer to the
     latest one, and lists all steps that were written here. Only one run at a time may use a root.
+    Of more places each is such a root. A step is saved to the first, and a thread copies it on.
     All methods are collective, and only one thread at a time may call them.
 
     A save goes on from the step that this manager has loaded or saved last, or else from the
@@ -73,10 +73,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     by a new save of its step. A checkpoint with an I/O error does not count as damaged.
 
     Args:
-        root: folder of the run, made if it is missing.
+        places: folder of the run, made if it is missing, or its URL; or a list of places, nearest
+            first: a folder on a disk, and a URL. Each machine may have a disk of its own, and the
+            folders any names: ranks find out which of them share one. A step is read from the disks
+            as far as it is there.
         sharded_strategy: see ``save``.
         comm: the ranks of the run; by default all of torch.distributed, or this process.
-        retention: which checkpoints are kept; by default all.
+        retention: which checkpoints are kept, where a place does not say; by default all.
         on_error: what the next call does if an asynchronous save has failed. ``"raise"`` the error;
             ``"warn"``: log it and go on; ``"retry"`` the save, and raise if all attempts failed.
         retries: number of repeated attempts, for ``"retry"``.
@@ -84,9 +87,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             and ``load``.
         incremental: whether each save shares files with the latest checkpoint, see ``base`` of
             ``save``. A strategy that cannot do that is refused.
-        fast: folder on a disk that is saved to, and from which a thread copies to ``root``, a URL.
-            Each machine may have a disk of its own, and the folders any names: ranks find out which
-            of them share one. A step is read from the disks as far as it is there.
         fresh: unless a step is loaded, the first save begins a new history: it may have any number,
             and all other steps are abandoned.
         fingerprints: see ``save``; for all saves that do not say otherwise.
@@ -107,7 +107,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     def __init__(
         self,
-        root: str | PathLike[str],
+        places: Places,
         sharded_strategy: Selection[SaveShardedStrategy] = None,
         *,
         comm: Comm | None = None,
@@ -116,7 +116,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         retries: int = 2,
         trusted: bool = False,
         incremental: bool = False,
-        fast: str | PathLike[str] | None = None,
         fresh: bool = False,
         fingerprints: bool = False,
         replicas: ReplicaCheck = ReplicaCheck.OFF,
@@ -124,8 +123,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         on_saved: Hooks = (),
     ) -> None:
         given = dict(locals())
-        # Not relative to a working directory that may change between saves.
-        self.root: Any = as_location(root).absolute()
         self._strategy = sharded_strategy
         self._comm = chosen_comm(comm)
         for name, kind in get_type_hints(CheckpointManager.__init__).items():
@@ -135,8 +132,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 raise error(f"{name} must be {kind}, not {value!r}")
         if retries < 0:
             raise ValueError(f"retries must be at least 0, not {retries}")
-        kept = Retention() if retention is None else retention
-        self._run = Run(self.root, kept, on_saved, self._comm, fast, incremental=incremental)
+        # Not relative to a working directory that may change between saves.
+        listed = as_places(places, retention or Retention())
+        self.root: Any = listed[-1].path
+        self._run = Run(listed, on_saved, self._comm, incremental=incremental)
         if fresh:
             self._run.position = NO_STEP
         self._on_error, self._trusted = on_error, trusted
@@ -333,7 +332,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             return self._load_newest(template, options)
         options = {"trusted": self._trusted, **options}
         try:
-            folder = self._run.prepare_read(step)
+            folder = self._run.prepare_read(step, template)
             loaded: StateDict = load(template, folder, comm=self._comm, **options)
         except CheckpointNotFoundError as error:
             steps = self.steps()
@@ -379,7 +378,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             # Raised by a load, anything else is about the template.
             kinds: tuple[type[CheckpointingException], ...] = (CheckpointingException,)
             try:
-                folder = self._listed(step)
+                folder = self._listed(step, template)
                 # Else the other ranks would wait for what rank 0 does not see either.
                 comm.from_rank0(f"finding step {step}", partial(read_config, folder))
                 judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
@@ -399,9 +398,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             return loaded
         raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)
 
-    def _listed(self, step: int, *, near: bool = True) -> Location:
+    def _listed(self, step: int, wanted: Any = None, *, near: bool = True) -> Location:
         """The folder of a step that is read as a whole; see ``prepare_read``. Collective."""
-        folder = self._run.prepare_read(step, near=near)
+        folder = self._run.prepare_read(step, wanted, near=near)
         with self._comm.agreed(f"listing step {step}"):
             return listed_once(folder)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import uuid
 from collections import ChainMap
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError
@@ -21,6 +23,7 @@ from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, Seal
 from dist_checkpointing.manager.run_folder import RunFolder
 
 logger: logging.Logger = logging.getLogger(__name__)
+_MACHINE_VARIABLE: Final = "DIST_CHECKPOINTING_MACHINE"
 
 
 class FastDisks:
@@ -32,6 +35,9 @@ class FastDisks:
         folder: Folder of the run on the disk of this rank.
         leaders: Lowest rank of each disk, ascending.
         names: Host and folder of each disk, in this order.
+        machines: Name of the machine of each disk: its host, or what the environment variable
+            DIST_CHECKPOINTING_MACHINE says.
+        leader_of_rank: Lowest rank of the disk of each rank.
         number: Number of this rank's disk.
         leads: Whether this rank is the lowest one of its disk.
         run: Name of this use of the disks, the same on all ranks.
@@ -41,14 +47,15 @@ class FastDisks:
         what, run = "looking for the ranks that share a disk", uuid.uuid4().hex
         mark = folder / f".dckpt-rank-{run}"
 
-        def make() -> tuple[str, str]:
+        def make() -> tuple[str, str, str]:
             make_durable_folder(folder)
             mark.touch()
-            return run, f"{socket.gethostname()}:{folder}"
+            host = socket.gethostname()
+            return run, f"{host}:{folder}", os.environ.get(_MACHINE_VARIABLE) or host
 
         def lowest_rank() -> int:
             seen = frozenset(location.names_in(folder))
-            return next(r for r, (name, _) in enumerate(made) if f".dckpt-rank-{name}" in seen)
+            return next(r for r, (name, *_) in enumerate(made) if f".dckpt-rank-{name}" in seen)
 
         try:
             made = comm.exchange(what, make)
@@ -56,10 +63,11 @@ class FastDisks:
         finally:
             with suppress(OSError):
                 mark.unlink()
-        leader = leader_of_rank[comm.rank]
+        self.leader_of_rank, leader = leader_of_rank, leader_of_rank[comm.rank]
         self.folder, self.run = folder, made[0][0]
         self.leaders = sorted(set(leader_of_rank))
         self.names = [made[rank][1] for rank in self.leaders]
+        self.machines = [made[rank][2] for rank in self.leaders]
         self.number = self.leaders.index(leader)
         self.leads = leader == comm.rank
 
@@ -71,9 +79,10 @@ class FastDisks:
 
 def whole_steps(
     comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder, *, has_parts: bool
-) -> dict[int, Seal]:
+) -> tuple[dict[int, Seal], dict[str, set[int]]]:
     """The seals of the steps that the disks together hold as a whole, and the store does not.
 
+    Also the rows of each seal that this disk holds and no lower one, by the name of the save.
     Collective. A disk that has not noted the commit of such a step notes it now. ``near`` is the
     run on this rank's disk, ``home`` the run in the store. What is committed on a disk that no part
     is on (``has_parts``) is taken to be whole: its copy says what is missing.
@@ -99,7 +108,7 @@ def whole_steps(
 
     ranks_of_saves = comm.from_rank0(what, not_stored)
     if not ranks_of_saves:
-        return {}
+        return {}, {}
 
     def read_seals() -> dict[tuple[int, str], bytes]:
         own = (save for save, rank in ranks_of_saves.items() if rank == comm.rank)
@@ -113,6 +122,7 @@ def whole_steps(
 
     held_by_ranks = comm.exchange(what, held)
     whole: dict[int, Seal] = {}
+    parts: dict[str, set[int]] = {}
     with comm.agreed("noting a commit on every disk"):
         for (step, attempt), seal in seals.items():
             if step in whole:
@@ -122,6 +132,8 @@ def whole_steps(
             )
             if not (lost and has_parts):
                 whole[step] = seal
+                before = (held_by_ranks[rank][step, attempt] for rank in range(comm.rank))
+                parts[attempt] = held_by_ranks[comm.rank][step, attempt].difference(*before)
                 folder = folders.get(step)
                 if folder and is_in_attempt(folder, attempt) and not is_committed(folder):
                     location.write(folder / SEAL_NAME, contents[step, attempt])
@@ -133,7 +145,7 @@ def whole_steps(
                     "finds it again",
                     *(step, len(lost), len(seal.files), ", ".join(disks.names)),
                 )
-    return whole
+    return whole, parts
 
 
 def _seal_in(folder: Path) -> bytes | None:

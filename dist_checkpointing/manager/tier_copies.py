@@ -40,6 +40,7 @@ from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of
 from dist_checkpointing.format.run_steps import latest_step
 from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
 from dist_checkpointing.manager.disks import FastDisks, rows_held
+from dist_checkpointing.manager.places import Place
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.storage.options import Durability
@@ -74,8 +75,12 @@ class Order:
     attempt: str
     copy: str
 
-    def carried_out(self, root: ObjectPath, disks: FastDisks) -> list[str]:
+    def carried_out(
+        self, root: ObjectPath, disks: FastDisks, parts: Mapping[str, Collection[int]]
+    ) -> list[str]:
         """Do the part of one disk; the names of the files that were copied.
+
+        ``parts`` are the rows of the seal that this disk copies of each save, if not all it has.
 
         Raises:
             CorruptCheckpointError: if a part of the copy is not what was saved.
@@ -86,11 +91,12 @@ class Order:
         if self.phase == "verify":
             verify_checkpoint(target, rank=disks.number, world_size=len(disks.leaders))
             return []
-        seal = read_seal(target)
-        if seal is None or seal.attempt != self.attempt:
+        seal, attempt = read_seal(target), self.attempt
+        if seal is None or seal.attempt != attempt:
             return []
         files = [*seal.files.values()]
-        names = [files[row].name for row in sorted(rows_held(source, seal))]
+        rows = rows_held(source, seal)
+        names = [files[row].name for row in sorted(rows.intersection(parts.get(attempt, rows)))]
         in_threads(lambda name: put_file(source / name, target / name), names, _THREADS)
         return names
 
@@ -115,26 +121,33 @@ class Copier:
     """What the disk of this rank keeps until it is in the store; this one keeps and copies nothing.
 
     ``near`` is the run on the disk, ``home`` the run in the store, or the same one. ``pending`` has
-    the steps with the names of their saves; it is replaced, never changed.
+    the steps with the names of their saves; it is replaced, never changed. ``parts`` says what this
+    disk copies of a save, where others hold some of it too.
     """
 
     def __init__(self, near: RunFolder, home: RunFolder) -> None:
         self._near, self._home = near, home
         self.pending: Mapping[int, str] = {}
+        self.parts: dict[str, Collection[int]] = {}
         self._changed = threading.Condition()
         self._is_woken = self._is_ending = False
         self._pause = _FIRST_PAUSE  # between two looks for orders: often after each save
         self._thread: Thread | None = None
 
-    def resume(self, whole: Mapping[int, Seal]) -> None:
+    def resume(self, whole: Mapping[int, Seal], parts: Mapping[str, Collection[int]]) -> None:
         """Keep the steps that the disks hold together, whatever is on this disk."""
         with self._changed:
-            self.pending = {step: seal.attempt for step, seal in whole.items()}
+            self.pending, self.parts = {s: seal.attempt for s, seal in whole.items()}, {**parts}
 
     def keep(self, step: int) -> None:
         """Keep what this run has saved of a step."""
-        name = attempt_of(self._near.folder(step))
+        folder = self._near.folder(step)
+        name = attempt_of(folder)
         if name is not None:
+            with tolerant(f"what {folder} holds is copied with what others have sent"):
+                seal = read_seal(folder)  # before others send copies of what they have
+                if seal is not None:
+                    self.parts = {**self.parts, name: rows_held(folder, seal)}
             with self._changed:
                 self.pending = {**self.pending, step: name}
 
@@ -142,6 +155,8 @@ class Copier:
         """Do not keep these steps any more."""
         with self._changed:
             self.pending = {s: name for s, name in self.pending.items() if s not in steps}
+            names = {*self.pending.values()}
+            self.parts = {name: rows for name, rows in self.parts.items() if name in names}
 
     def start(self) -> None:
         """Let the thread copy what is not in the store yet."""
@@ -182,11 +197,11 @@ class StoreCopier(Copier):
         self,
         near: RunFolder,
         home: RunFolder,
-        retention: Retention,
+        place: Place,
         disks: FastDisks,
     ) -> None:
         super().__init__(near, home)
-        self._retention, self._disks = retention, disks
+        self._place, self._disks = place, disks
         self._root: Any = home.root
         self._orders_given = 0
         self._whole: Mapping[int, Seal] = {}
@@ -194,9 +209,9 @@ class StoreCopier(Copier):
         self._released: dict[int, str] = {}
         self._copying = threading.Lock()
 
-    def resume(self, whole: Mapping[int, Seal]) -> None:
+    def resume(self, whole: Mapping[int, Seal], parts: Mapping[str, Collection[int]]) -> None:
         """Keep the steps that the disks hold together, whatever is on this disk."""
-        super().resume(whole)
+        super().resume(whole, parts)
         self._whole = whole
         self._release(())
 
@@ -256,7 +271,10 @@ class StoreCopier(Copier):
                     self._near.apply_retention()
 
     def _next_step(self) -> int | None:
-        """The next step to copy; abandoned ones and those that it would not keep are given up."""
+        """The next step to copy; given up are abandoned ones and what the store would not keep.
+
+        Of those that are not due there, the newest is copied at the end.
+        """
         with tolerant("nothing is copied into the store for now"):
             if pending := self.pending:
                 abandoned = pending.keys() & self._near.record().abandoned
@@ -264,12 +282,25 @@ class StoreCopier(Copier):
                 stored = {*self._home.committed_steps()}
                 metrics = self._home.record().metrics | self._near.record().metrics
                 history = stored.intersection(self._home.history()) | wanted
-                due = self._retention.due(stored | wanted, sorted(wanted)[-1:], metrics, history)
-                given_up = abandoned | (wanted & {*due.delete})
+                newest, retention = {*sorted(wanted)[-1:]}, self._place.retention or Retention()
+                dropped = {*retention.due(stored | wanted, newest, metrics, history).delete}
+                early = self._not_due(wanted, history - wanted)
+                given_up = abandoned | (wanted & dropped) | (early - newest)
                 if given_up:
                     self._release(given_up)
-                return min(pending.keys() - given_up - self._failed.keys(), default=None)
+                later = set() if self._is_ending else early
+                return min(pending.keys() - given_up - later - self._failed.keys(), default=None)
         return None
+
+    def _not_due(self, steps: Collection[int], stored: Collection[int]) -> set[int]:
+        """Those of the steps that the store does not ask for, which has ``stored`` ones."""
+        last, early = None, set()
+        for step in sorted({*steps, *stored}):
+            if step in stored or self._place.is_due(step, last):
+                last = step
+            else:
+                early.add(step)
+        return early
 
     def _release(self, steps: Collection[int]) -> None:
         """Let all disks forget steps that need not be kept for the store any more."""
@@ -339,7 +370,7 @@ class StoreCopier(Copier):
         order = Order(self._orders_given, phase, folder, attempt, copy)
         self._put(order)
         try:
-            return {*order.carried_out(self._root, self._disks), *self._reported(order)}
+            return {*order.carried_out(self._root, self._disks, self.parts), *self._reported(order)}
         finally:
             if self._disks.are_many:
                 with tolerant(f"reports of copying {folder} stay in the store"):
@@ -438,7 +469,7 @@ class PartCopier(Copier):
         heartbeats = Heartbeats(beats, _BEAT_SECONDS, "drain-beats")
         report: dict[str, object]
         try:
-            report = {"files": order.carried_out(self._root, self._disks)}
+            report = {"files": order.carried_out(self._root, self._disks, self.parts)}
         except Exception as error:  # noqa: BLE001 - rank 0 raises it
             is_damage = isinstance(error, CorruptCheckpointError)
             report = {"error": f"{type(error).__name__}: {error}", "is_damage": is_damage}

@@ -8,7 +8,6 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
@@ -20,8 +19,8 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.location import as_local_folder, check_room
-from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo, ObjectPath
+from dist_checkpointing.filesystem.location import check_room
+from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo
 from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, leftovers, number_of_save
@@ -31,9 +30,10 @@ from dist_checkpointing.format.run_steps import (
     latest_step,
     steps_of_manager,
 )
-from dist_checkpointing.format.seal import read_seal
+from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.manager.disks import FastDisks, whole_steps
-from dist_checkpointing.manager.retention import Retention
+from dist_checkpointing.manager.peer_copies import PeerCopies, fetch_for_load
+from dist_checkpointing.manager.places import Place
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
 from dist_checkpointing.manager.tier_copies import (
@@ -42,6 +42,7 @@ from dist_checkpointing.manager.tier_copies import (
     StoreCopier,
     after_rank0,
 )
+from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.serialization.save_folder import Disks, SaveHooks
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -69,34 +70,34 @@ class Run:
 
     def __init__(
         self,
-        root: Any,
-        retention: Retention,
+        places: Sequence[Place],
         on_saved: Hooks,
         comm: Comm,
-        fast: str | PathLike[str] | None,
         *,
         incremental: bool,
     ) -> None:
-        self.root, self._retention, self._comm = root, retention, comm
+        self._places, self._comm = places, comm
+        home: Any = places[-1]
+        self.root, self._retention = home.path, home.retention
         self._on_saved, self._is_incremental = on_saved, incremental
         self.position: int | None = None
         self.damaged: set[int] = set()  # a disk is not read for them; a save does not go on there
-        self.near = self._home = RunFolder(root, retention)
+        self.near = self._home = RunFolder(home.path, home.retention)
         self._folders = [self.near]
         self._copier = Copier(self.near, self._home)
-        self._has_disks, self._num_disks, self._leads = fast is not None, 1, comm.rank == 0
+        self._has_disks, self._num_disks, self._leads = len(places) > 1, 1, comm.rank == 0
+        self._disks: FastDisks | None = None
+        self._peers: PeerCopies | None = None
         self._has_parts = False  # the steps on a disk may be parts of checkpoints
         if comm.rank == 0:
             self._home.finish_commits()
-        if fast is not None:
-            self._use_disks(as_local_folder(fast).absolute())
+        if self._has_disks:
+            self._use_disks(places[0])
 
-    def _use_disks(self, fast: Path) -> None:
+    def _use_disks(self, place: Any) -> None:
         """Go on with what the last manager has left on the disks. Collective."""
-        if not isinstance(self.root, ObjectPath):
-            finding = Finding("fast= needs a root in an object store", found=str(self.root))
-            raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
-        self.near = near = RunFolder(fast, self._retention, lambda: self._copier.pending)
+        fast, retention = place.path, place.retention
+        self.near = near = RunFolder(fast, retention, self._kept)
         self._folders = [near, self._home]
         disks = FastDisks(self._comm, fast)
         self._num_disks, self._leads = len(disks.leaders), disks.leads
@@ -120,14 +121,23 @@ class Run:
             if self._comm.rank == 0:
                 near.finish_commits()
                 self._agree_on_history(records)
-                self._copier = StoreCopier(near, self._home, self._retention, disks)
+                self._copier = StoreCopier(near, self._home, self._places[-1], disks)
             elif disks.leads:
                 self._copier = PartCopier(near, self._home, disks)
-        whole = whole_steps(self._comm, disks, near, self._home, has_parts=self._has_parts)
+        whole, parts = whole_steps(self._comm, disks, near, self._home, has_parts=self._has_parts)
         with self._comm.agreed("beginning to copy into the store"):
             if self._leads:
-                self._copier.resume(whole)
+                self._copier.resume(whole, parts)
         self._copier.start()
+        self._disks = disks
+        if place.copies and disks.are_many:
+            if len({*disks.machines}) == 1 and self._comm.rank == 0:
+                logger.warning("all disks are on %s: no copies are made", disks.machines[0])
+            self._peers = PeerCopies(self._comm, near, disks, place.copies)
+
+    def _kept(self) -> set[int]:
+        """The steps that a disk must keep until they are copied."""
+        return {*self._copier.pending, *(self._peers.waiting if self._peers else ())}
 
     def _agree_on_history(self, records: Sequence[RunRecord | None]) -> None:
         """Let disk and store go back where the run has, and only the other one knows.
@@ -165,10 +175,11 @@ class Run:
         home: Any = stored
         return cast("Path", replace(home, store=near))
 
-    def prepare_read(self, step: int, *, near: bool = True) -> Path:
+    def prepare_read(self, step: int, wanted: Any = None, *, near: bool = True) -> Path:
         """Where a step can be read by all ranks; copies it into the store if it must. Collective.
 
-        Where only the store has all of it, ``near`` reads on this rank's disk what is there.
+        Where only the store has all of it, ``near`` reads on this rank's disk what is there, and
+        what is ``wanted`` (a template) is first fetched from the disks of other machines.
         """
         if not self._has_parts:
             # Only rank 0 knows what is to be copied.
@@ -178,8 +189,23 @@ class Run:
             return (self.near if is_near else self._home).folder(step)
         what = f"bringing step {step} into the store"
         after_rank0(self._comm, what, partial(self._require_stored, step))
+        if near and wanted is not None and self._disks is not None:
+            self._fetch(step, wanted)
         with self._comm.agreed(what):
             return self.best_place(step) if near else self._home.folder(step)
+
+    def _fetch(self, step: int, wanted: Any) -> None:
+        """Fetch from the disks of other machines what this one needs for a load. Collective."""
+
+        def sound_seal() -> bytes | None:
+            seal = None if step in self.damaged else read_seal(data_folder(self._home.folder(step)))
+            return None if seal is None else seal.to_json()
+
+        content = self._comm.from_rank0(f"reading the seal of step {step}", sound_seal)
+        if content is not None and self._disks is not None:
+            wanted, seal = as_state_dict(wanted, self._comm), Seal.from_json(content)
+            where = partial(self.best_place, step)
+            fetch_for_load(self._comm, self._disks, self.near, step, seal, where, wanted)
 
     def _require_stored(self, step: int) -> None:
         self._copier.copy_if_pending(step)
@@ -250,7 +276,8 @@ class Run:
                 if self._leads and self._comm.rank:
                     _, is_ours = self.near.begin(step, parent)
             on_part = partial(self._part_committed, step)
-            disks = Disks(str(self._home.folder(step)), self._leads, on_part)
+            to_peers = partial(self._peers.copy, step) if self._peers else None
+            disks = Disks(str(self._home.folder(step)), self._leads, on_part, to_peers)
         is_whole_on_disk = self.near.is_on_disk and not self._has_parts
         sets_aside = is_ours and is_whole_on_disk and not overwrite
         chosen = {**options, "overwrite": overwrite or (is_ours and not is_whole_on_disk)}
@@ -355,6 +382,9 @@ class Run:
         Raises:
             CheckpointingException: if the newest checkpoint could not be copied.
         """
+        if self._peers is not None:
+            self._peers.finish()
+            self._peers = None
         if self._has_disks:
             after_rank0(self._comm, "copying checkpoints into the store", self._copier.finish)
 

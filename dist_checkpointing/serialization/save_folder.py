@@ -63,11 +63,13 @@ class Disks(NamedTuple):
         destination: Name of the checkpoint, the same on all ranks, whose folders may differ.
         leads: Whether this rank is the lowest one of its disk, which calls the hooks.
         on_part: Called on these ranks but rank 0, once the checkpoint is committed.
+        on_end: Called on all ranks, once every disk has noted the commit.
     """
 
     destination: str
     leads: bool
     on_part: Callable[[], None]
+    on_end: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class SaveHooks:
             with comm.agreed("after the commit"):
                 if comm.rank == 0:
                     self.after_commit()
+        if self.disks is not None and self.disks.on_end is not None:
+            self.disks.on_end()
 
 
 class _Claim(NamedTuple):

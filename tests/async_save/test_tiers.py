@@ -4,6 +4,7 @@ Machines with disks of their own are in tests/simulation/test_lost_disks.py.
 """
 
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_what_is_saved_to_the_disk_comes_into_the_store(
     tmp_path: Path, s3_place: dc.ObjectPath
 ) -> None:
     keep = dc.Retention(keep_last=2)
-    with dc.CheckpointManager(s3_place, fast=tmp_path, retention=keep) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(s3_place)], retention=keep) as manager:
         manager.save(1, state(1))
         for step in (2, 3):
             manager.async_save(step, state(step))
@@ -63,7 +64,7 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
             damage(tmp_path / "step-00000002")
         return real(path, *args, **options)
 
-    manager = dc.CheckpointManager(root, fast=tmp_path)
+    manager = dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)])
     manager.save(1, state(1))
     with replaced("io.open", damaging):
         manager.save(2, state(2))
@@ -76,12 +77,12 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
 
 def test_a_disk_that_was_away_does_not_replace_what_others_have_saved(tmp_path: Path) -> None:
     root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "a"), dc.Place(root)]) as manager:
         manager.save(1, state(1))
-    with dc.CheckpointManager(root, fast=tmp_path / "b") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "b"), dc.Place(root)]) as manager:
         manager.delete(1)
         manager.save(1, state(7))
-    with dc.CheckpointManager(root, fast=tmp_path / "a") as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path / "a"), dc.Place(root)]) as manager:
         assert manager.load(state(0), 1)["value"] == 7
         assert manager.load(state(0))["value"] == 7
     with dc.CheckpointManager(root) as manager:
@@ -90,10 +91,10 @@ def test_a_disk_that_was_away_does_not_replace_what_others_have_saved(tmp_path: 
 
 def test_a_damaged_step_is_saved_again_and_copied_again(tmp_path: Path) -> None:
     root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
         manager.save(1, state(1))
     damage(tmp_path / "step-00000001")
-    with dc.CheckpointManager(root, fast=tmp_path) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
         assert manager.load(state(0))["value"] == 1
         manager.save(1, state(5), overwrite=True)
         assert manager.load(state(0))["value"] == 5
@@ -103,7 +104,7 @@ def test_a_damaged_step_is_saved_again_and_copied_again(tmp_path: Path) -> None:
 
 def test_the_disk_may_be_incremental(tmp_path: Path) -> None:
     root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path, incremental=True) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)], incremental=True) as manager:
         manager.save(1, state(1))
         manager.save(2, state(1) | {"value": 2.0})
     shutil.rmtree(tmp_path)
@@ -123,14 +124,14 @@ def test_ranks_share_the_disk(tmp_path: Path) -> None:
         }
 
     def train(comm: Comm) -> None:
-        with dc.CheckpointManager(root, fast=tmp_path, comm=comm) as manager:
+        with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)], comm=comm) as manager:
             manager.async_save(1, part(comm, 1.0))
 
     run_ranks(2, train)
     shutil.rmtree(tmp_path)
 
     def resume(comm: Comm) -> float:
-        with dc.CheckpointManager(root, fast=tmp_path, comm=comm) as manager:
+        with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)], comm=comm) as manager:
             return float(manager.load(part(comm, 0.0))["w"][0, 0])
 
     assert run_ranks(2, resume) == [1.0, 2.0]
@@ -138,18 +139,16 @@ def test_ranks_share_the_disk(tmp_path: Path) -> None:
 
 def test_what_is_kept_in_two_places_is_deleted_in_both(tmp_path: Path) -> None:
     root = new_url()
-    with dc.CheckpointManager(root, fast=tmp_path) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
-    with dc.CheckpointManager(root, fast=tmp_path) as manager:
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
         manager.delete(1)
         assert manager.steps() == [2]
     assert steps_in(root) == ["step-00000002"]
 
 
-def test_what_a_store_cannot_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormatError, match="root in an object store"):
-        dc.CheckpointManager(tmp_path / "slow", fast=tmp_path / "fast")
+def test_what_a_store_cannot_do_is_refused() -> None:
     with pytest.raises(UnsupportedFormatError, match="an incremental save works on a mounted"):
         dc.CheckpointManager(new_url(), incremental=True)
     with pytest.raises(UnsupportedFormatError, match="drop_optimizer_after"):
@@ -183,3 +182,32 @@ def test_requests_do_not_grow_with_the_steps_that_are_kept(s3_place: dc.ObjectPa
             seen.add((saved, loaded, deleted, added))
             assert run.load(ten(-1))["value"] == kept
     assert len(seen) == 1
+
+
+def test_a_second_place_must_be_a_store(tmp_path: Path) -> None:
+    places = [dc.Place(tmp_path / "fast"), dc.Place(tmp_path / "slow")]
+    with pytest.raises(UnsupportedFormatError, match="must be an object store"):
+        dc.CheckpointManager(places)
+
+
+def test_the_nearest_place_takes_each_save(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormatError, match="nearest place takes each save"):
+        dc.CheckpointManager([dc.Place(tmp_path, every=10), dc.Place(new_url())])
+    with pytest.raises(ValueError, match="every must be at least 1, not 0"):
+        dc.Place(tmp_path, every=0)
+
+
+def test_the_store_gets_the_steps_that_are_due_there_and_the_last_one(tmp_path: Path) -> None:
+    root = new_url()
+    places = [dc.Place(tmp_path, retention=dc.Retention(keep_last=2)), dc.Place(root, every=20)]
+    with dc.CheckpointManager(places) as manager:
+        for step in range(10, 71, 10):
+            manager.save(step, state(step))
+            if step % 20 == 0:
+                while f"step-{step:08d}" not in steps_in(root):
+                    time.sleep(0.01)
+    on_disk = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert on_disk == ["step-00000060", "step-00000070"]
+    assert steps_in(root) == [f"step-000000{step}" for step in (10, 20, 40, 60, 70)]
+    with dc.CheckpointManager(places) as manager:
+        assert manager.load(state(0))["value"] == 70

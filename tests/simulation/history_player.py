@@ -17,6 +17,7 @@ from dist_checkpointing import (
     CheckpointManager,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    Place,
     Retention,
     ShardedObject,
     ShardedTensor,
@@ -215,12 +216,12 @@ class Player:
         history = self.history
 
         def resume(rank: _Rank) -> int | None:
+            nearer = [Place(f"{OWN}/run")] if history.place == "fast" else []
             rank.manager = CheckpointManager(
-                self.root,
+                [*nearer, Place(self.root)],
                 history.backend,
                 comm=rank.comm,
                 retention=Retention(keep_last=history.keep_last),
-                fast=f"{OWN}/run" if history.place == "fast" else None,
                 incremental=history.is_incremental and history.backend[0] != "torch_dist",
             )
             if not rank.manager.steps():

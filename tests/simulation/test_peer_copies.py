@@ -1,0 +1,215 @@
+"""Copies of each machine's part at another machine: what is lost with machines, and what is not."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+
+from dist_checkpointing import CheckpointManager, Place, Retention
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.testing.simulation.disk import Disk
+from dist_checkpointing.testing.simulation.world import OWN, Fault, World
+from faults import store_down
+from states import rows
+from tiers import share
+
+ROOT: Final = "s3://bucket/run"
+PLACES: Final = [Place(f"{OWN}/run", copies=1), Place(ROOT)]
+NODES: Final = ("node0", "node1", "node2", "node3")
+
+
+def state_of(comm: Comm, value: float) -> dict[str, Any]:
+    """Rows of a tensor whose elements are all ``value``, as evenly on six ranks as on eight."""
+    return {"rows": rows("rows", torch.full((24, 2), float(value)), comm), "value": value}
+
+
+class Cluster:
+    """Four machines of two ranks with a disk each, and a store."""
+
+    def __init__(self, seed: int) -> None:
+        self.world = World(seed, machines=4, changes=0.0, keeps_log=True)
+        self.is_down = False
+
+    def on(self, work: Callable[[Comm], Any], machines: tuple[str, ...] = NODES) -> list[Any]:
+        ranks = 2 * len(machines)
+        results = self.world.launch(ranks, work, machines=machines).results
+        errors = [error for error in results.values() if isinstance(error, Exception)]
+        if errors:
+            raise errors[0]
+        return [results[rank] for rank in range(ranks)]
+
+    def train(self, *steps: int, is_copied: bool, **options: Any) -> None:
+        """Save steps; if they are not copied into the store, the machines stop after a minute."""
+
+        def work(comm: Comm) -> None:
+            manager = CheckpointManager(PLACES, comm=comm, **options)
+            if manager.steps():
+                manager.load(state_of(comm, 0))
+            for step in steps:
+                manager.save(step, state_of(comm, step))
+            if is_copied:
+                manager.close()
+            else:
+                time.sleep(60)
+
+        def refuses(name: str, key: str) -> bool:
+            return not is_copied and name.startswith("put") and "/data/" in key
+
+        with store_down(at=refuses):
+            self.on(work)
+
+    def files(self, name: str, step: int) -> list[str]:
+        """What the disk of a machine has of a step."""
+        paths = (
+            path for path, inode in self.world.machines[name].disk.tree() if not inode.is_folder
+        )
+        return [path for path in paths if f"step-{step:08d}" in path]
+
+    def lose(self, *names: str) -> None:
+        for name in names:
+            machine = self.world.machines[name]
+            machine.disk = Disk(machine.disk.device, self.world.scheduler.random)
+
+    def damage(self, name: str) -> None:
+        """Flip a byte in each file of values on the disk of a machine."""
+        for path, inode in self.world.machines[name].disk.tree():
+            if "/data/model/" in path and not inode.is_folder:
+                content = bytearray(inode.content)
+                content[5] ^= 1
+                inode.content = bytes(content)
+
+    def load(self, machines: tuple[str, ...] = NODES) -> tuple[int, list[str]]:
+        """The value that all ranks load, and the files of values that were read in the store."""
+        self.world.log.clear()
+
+        def work(comm: Comm) -> int:
+            manager = CheckpointManager(PLACES, comm=comm)
+            loaded = manager.load(state_of(comm, 0))
+            assert set(loaded["rows"].unique().tolist()) == {loaded["value"]}
+            manager.close()
+            return int(loaded["value"])
+
+        values = self.on(work, machines)
+        assert values == [values[0]] * len(values)
+        asked = [line.path for line in self.world.log if line.name == "get"]
+        return values[0], [path for path in asked if "/data/model/" in path]
+
+
+def played(act: Callable[[Cluster], Any], seed: int = 7) -> None:
+    made = Cluster(seed)
+    made.world.run(lambda: act(made))
+
+
+@pytest.mark.parametrize("machines", [NODES, NODES[:3]])
+@pytest.mark.parametrize("lost", NODES)
+def test_a_lost_machine_costs_no_read_of_the_store(lost: str, machines: tuple[str, ...]) -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, 2, is_copied=True)
+        made.lose(lost)
+        if machines != NODES:  # the others go on without it
+            left = tuple(name for name in NODES if name != lost)
+            assert made.load(left) == (2, [])
+        assert made.load() == (2, [])
+
+    played(act)
+
+
+@pytest.mark.parametrize("lost", NODES)
+def test_a_step_that_is_on_the_disks_alone_survives_a_lost_machine(lost: str) -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, is_copied=True)
+        made.train(2, is_copied=False)
+        made.lose(lost)
+        assert made.load()[0] == 2
+
+    played(act)
+
+
+def test_two_lost_neighbours_leave_what_the_store_has() -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, is_copied=True)
+        made.train(2, is_copied=False)
+        made.lose("node1", "node2")
+        assert made.load()[0] == 1
+
+    played(act)
+
+
+def test_damage_on_a_disk_is_found_and_read_elsewhere() -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, 2, is_copied=True)
+        made.lose("node2")
+        made.damage("node3")
+        assert made.load()[0] == 2
+
+    played(act)
+
+
+def test_the_store_gets_each_file_once() -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, is_copied=True)
+        puts = [line.path for line in made.world.log if line.name.startswith("put")]
+        values = [path for path in puts if "/data/model/" in path]
+        assert values
+        assert len(values) == len({*values})
+
+    played(act)
+
+
+def test_retention_deletes_copies_too() -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, 2, is_copied=True)
+        assert all(made.files(name, 1) for name in NODES)
+        made.train(3, 4, is_copied=True, retention=Retention(keep_last=1))
+        for name in NODES:
+            assert not [path for step in (1, 2) for path in made.files(name, step)]
+        assert made.load() == (4, [])
+
+    played(act)
+
+
+def test_a_machine_that_has_fetched_a_step_deletes_it_when_it_is_due() -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, is_copied=True)
+        made.lose("node1")
+        assert made.load() == (1, [])
+        assert made.files("node1", 1)
+        made.train(2, 3, 4, is_copied=True, retention=Retention(keep_last=1))
+        assert not made.files("node1", 1)
+
+    played(act)
+
+
+def killed_at(made: Cluster, seed: int) -> None:
+    """Kill the machine of whoever does some operation, take its disk away, and go on."""
+    dice, reached = random.Random(seed), Counter({1: 8})
+    made.train(1, is_copied=True)
+
+    def work(comm: Comm) -> None:
+        manager = CheckpointManager(PLACES, comm=comm)
+        manager.load(state_of(comm, 0))
+        for step in (2, 3):
+            manager.save(step, state_of(comm, step))
+            time.sleep(60)
+            reached[step] += 1  # this rank has lived for a minute, in which copies are made
+
+    fault = Fault(dice.randrange(1500), "kill machine")
+    with store_down(at=lambda name, key: name.startswith("put") and "/data/" in key):
+        launch = made.world.launch(8, work, machines=NODES, faults=[fault])
+    dead = [rank for rank in range(8) if rank not in launch.results]
+    killed = NODES[dead[0] // 2] if dead else dice.choice(NODES)
+    made.lose(killed)
+    copied = max(step for step, count in reached.items() if count == 8)
+    assert made.load()[0] >= copied, (seed, fault, killed)
+    made.train(4, is_copied=True)
+    assert made.load() == (4, [])
+
+
+@pytest.mark.parametrize("first", range(0, 500, 25))
+def test_no_killed_machine_takes_a_copied_step_with_it(first: int) -> None:
+    for seed in range(first, first + share(25)):
+        played(lambda made, seed=seed: killed_at(made, seed), seed)  # type: ignore[misc]
