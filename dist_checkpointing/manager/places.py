@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike, fspath
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.location import as_local_folder, as_location
@@ -51,16 +51,23 @@ class Place:
         return last is None or step // self.every > last // self.every
 
 
-Places = str | PathLike[str] | Sequence[Place]
+Places = str | PathLike[str] | list[Place] | tuple[Place, ...]
 
 
 def as_places(given: Places, retention: Retention) -> list[Place]:
     """The places of a run with absolute paths, nearest first, each with a retention.
 
     Raises:
+        CheckpointingException: if ``given`` is neither a path nor a list.
         UnsupportedFormatError: if a run cannot be kept in these places.
     """
-    listed = [Place(given)] if isinstance(given, str | PathLike) else given
+    if isinstance(given, list | tuple):
+        listed: Sequence[Any] = given
+    else:
+        as_location(given)  # which says what a path is
+        listed = [Place(given)]
+    if strange := [place for place in listed if not isinstance(place, Place)]:
+        raise TypeError(f"places must be a path or a list of Place, not {strange[0]!r}")
     findings = []
     if not 1 <= len(listed) <= 2:
         findings.append(Finding("a run is kept in one place, or in two", found=len(listed)))

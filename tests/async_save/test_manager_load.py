@@ -317,7 +317,7 @@ def test_a_second_writer_is_noticed(tmp_path: Path, place: str) -> None:
 
 
 def test_an_argument_of_another_type(tmp_path: Path) -> None:
-    numbers = ("sharded_strategy", "comm", "retention", "on_error", "fast")
+    numbers = ("sharded_strategy", "comm", "retention", "on_error")
     flags = ("trusted", "incremental", "fresh", "fingerprints")
     wrong: list[tuple[str, Any]] = [
         *((name, 3) for name in (*numbers, "replicas", "on_replica_mismatch", "on_saved")),

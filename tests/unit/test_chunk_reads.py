@@ -207,7 +207,7 @@ def test_columns_are_read_without_what_lies_between(
     with replaced("os.preadv", counting):
         read_all([item(0, Window(0, shape, box))], [(0, values.nbytes)], path, [tensor])
     assert torch.equal(tensor, torch.from_numpy(values)[box.slices()])
-    assert 0 < sum(counts) <= most_bytes
+    assert 0 < sum(counts) <= most_bytes + 4096  # a page tells whether the file is in memory
 
 
 @pytest.mark.parametrize("is_short", [False, True])
