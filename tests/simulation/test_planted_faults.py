@@ -10,7 +10,7 @@ _QUICK = (
     "data files not synced",
     "name of the commit not synced",
     "commit before the data",
-    "late files not waited for",
+    "leftovers not cleared",
     "retention deletes one too many",
 )
 
@@ -31,5 +31,5 @@ def test_names_are_distinct() -> None:
 @pytest.mark.parametrize("name", _QUICK)
 def test_fault_is_found(name: str) -> None:
     fault = next(fault for fault in PLANTED_FAULTS if fault.name == name)
-    found = find(fault, histories=100)
+    found = find(fault, histories=200)
     assert found.seed is not None, found.reason
