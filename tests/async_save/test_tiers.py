@@ -188,6 +188,8 @@ def test_a_second_place_must_be_a_store(tmp_path: Path) -> None:
     places = [dc.Place(tmp_path / "fast"), dc.Place(tmp_path / "slow")]
     with pytest.raises(UnsupportedFormatError, match="must be an object store"):
         dc.CheckpointManager(places)
+    with pytest.raises(TypeError, match="a path or a list of Place"):
+        dc.CheckpointManager([tmp_path])  # type: ignore[list-item]
 
 
 def test_the_nearest_place_takes_each_save(tmp_path: Path) -> None:

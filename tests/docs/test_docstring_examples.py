@@ -52,7 +52,7 @@ WITHOUT = {
     "WriteItemType",
     "WriteResult",
     "default_strategies",
-    # What a third party subclasses: docs/backend.md and tests/plugin are examples of all.
+    # What a third party subclasses: docs/backend.md is an example of all.
     "AsyncSaveShardedStrategy",
     "Comm",
     "LoadCommonStrategy",
