@@ -168,14 +168,14 @@ class Channel:
     ) -> torch.Tensor:
         """Send a tensor to one rank, and receive one from another."""
         sizes, received = [0] * self._world_size, torch.empty(num_bytes, dtype=torch.uint8)
-        froms = [*sizes]
+        expected = [*sizes]
         if target is not None:
             sizes[target] = len(sent)
         if source is not None:
-            froms[source] = num_bytes
+            expected[source] = num_bytes
         options, size = _options(dist.AllToAllOptions, deadline), sent.nbytes + num_bytes
         exchange = self._group.alltoall_base
-        self._end(exchange, deadline, size, received, sent, froms, sizes, options)
+        self._end(exchange, deadline, size, received, sent, expected, sizes, options)
         return received
 
     def _broadcast(
