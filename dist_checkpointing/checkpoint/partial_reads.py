@@ -122,7 +122,7 @@ class PartialReads:
         return self._reader
 
     def files(self, index: Index, chunks: Sequence[MetadataIndex]) -> list[str | None]:
-        """The file of each stored chunk, relative to the checkpoint; None where it is not known."""
+        """The file of each chunk or cell in the checkpoint; None where it is not known."""
         places = self.set_up_reader(index).places(chunks)
         return [None if place is None else place.file for place in places]
 

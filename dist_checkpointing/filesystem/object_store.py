@@ -318,20 +318,16 @@ class ObjectStore:
 
 @dataclass(frozen=True, slots=True)
 class KnownStore(ObjectStore):
-    """A bucket in which some objects are known: each is read once, or from a folder where it is.
-
-    A file of the folder that has another size, or cannot be read, is read from the bucket.
+    """A bucket in which the objects below a prefix are known, of which small ones are read once.
 
     Attributes:
-        prefix: How the keys of the known objects begin. It is not part of their names in a folder.
-        infos: The objects, by key; all below the prefix, if there is no folder.
-        folder: Where files of them are.
+        prefix: How the keys of the known objects begin.
+        infos: All objects below the prefix, by key.
         contents: What has been read, of the first small objects, by key.
     """
 
     prefix: str = ""
     infos: Mapping[str, ObjectInfo] = field(default_factory=dict, compare=False, repr=False)
-    folder: Path | None = None
     contents: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def get(self, key: str, max_bytes: int | None = None) -> bytes:
@@ -339,7 +335,7 @@ class KnownStore(ObjectStore):
             return ObjectStore.get(self, key, max_bytes)
         check_size(info.num_bytes, f"{self.url}/{key}", max_bytes)
         if (content := self.contents.get(key)) is None:
-            content = self._near(info, 0, info.num_bytes) or ObjectStore.get(self, key)
+            content = ObjectStore.get(self, key)
             # What speaks of the tensors is read first.
             if info.num_bytes <= _MOST_KEPT_BYTES and len(self.contents) < _MOST_KEPT:
                 self.contents[key] = content
@@ -347,7 +343,7 @@ class KnownStore(ObjectStore):
 
     def blocks(self, key: str) -> Iterator[memoryview]:
         info = self.infos.get(key)
-        if info is None or (self.folder is None and info.num_bytes > _MOST_KEPT_BYTES):
+        if info is None or info.num_bytes > _MOST_KEPT_BYTES:
             yield from ObjectStore.blocks(self, key)
         else:  # only small files are compared as a whole
             yield memoryview(self.get(key))
@@ -355,42 +351,22 @@ class KnownStore(ObjectStore):
     def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
         if (content := self.contents.get(key)) is not None:
             return memoryview(content)[offset : offset + num_bytes], len(content)
-        info = self.infos.get(key)
-        if info is not None and (data := self._near(info, offset, num_bytes)):
-            return memoryview(data), info.num_bytes
         return ObjectStore.get_range(self, key, offset, num_bytes)
 
     def head(self, key: str) -> ObjectInfo | None:
-        info = self.infos.get(key)
-        is_known = info is not None and (self.folder is None or bool(self._near(info, 0, 1)))
-        return info if is_known else ObjectStore.head(self, key)
+        return self.infos.get(key) or ObjectStore.head(self, key)
 
     def list_below(self, prefix: str) -> Iterator[ObjectInfo]:
-        if self.folder is not None or not prefix.startswith(self.prefix):
+        if not prefix.startswith(self.prefix):
             return ObjectStore.list_below(self, prefix)
         return (info for key, info in self.infos.items() if key.startswith(prefix))
 
     def list_folder(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
-        if self.folder is not None or not prefix.startswith(self.prefix):
+        if not prefix.startswith(self.prefix):
             return ObjectStore.list_folder(self, prefix)
         found = [(info.key[len(prefix) :].partition("/"), info) for info in self.list_below(prefix)]
         folders = {name for (name, slash, _), _ in found if slash}
         return sorted(folders), [info for (_, slash, _), info in found if not slash]
-
-    def _near(self, info: ObjectInfo, offset: int, num_bytes: int) -> bytes:
-        """Bytes of the file; none if they cannot be read in the folder."""
-        data, length = b"", min(num_bytes, info.num_bytes - offset)
-        if self.folder is not None:
-            path = self.folder / info.key.removeprefix(self.prefix)
-            try:
-                with path.open("rb", buffering=0) as file:
-                    if os.fstat(file.fileno()).st_size == info.num_bytes:
-                        data = os.pread(file.fileno(), max(length, 0), offset)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                logger.warning("%s is read from the store: %s", path, error)
-        return data if len(data) == length else b""
 
 
 def listed_once(folder: Location) -> Location:

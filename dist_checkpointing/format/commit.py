@@ -456,10 +456,13 @@ class StoreAttempt:
         *,
         overwrite: bool = False,
         period: float = claims.PERIOD,
+        noted: bytes | None = None,
     ) -> StoreAttempt:
         """Claim a prefix, and clear away what saves without a commit left below it.
 
-        With ``overwrite``, a committed checkpoint is replaced when this save commits.
+        With ``overwrite``, a committed checkpoint is replaced when this save commits. ``noted`` is
+        what ``attempt.json`` says, for a copy of another save: a store may carry out a put again
+        much later, so nothing is put twice with different contents.
         CheckpointExistsError if one is there (without it), or a live save; UnsupportedFormatError
         if the store ignores conditional puts.
         """
@@ -473,7 +476,8 @@ class StoreAttempt:
             commit = _completed_commit(root, claim)
             if (commit and not overwrite) or (not commit and CONFIG_FNAME in there):
                 refuse_committed(root, overwrite=overwrite)
-            location.write(attempt.folder / ATTEMPT_NAME, attempt_json(attempt.id, names))
+            noted = attempt_json(attempt.id, names) if noted is None else noted
+            location.write(attempt.folder / ATTEMPT_NAME, noted)
             attempt._replaces = commit
             clear_saves(root, {*found} - {commit.attempt if commit else ""})
             with tolerant("old claims were not deleted"):
@@ -531,9 +535,10 @@ def begin_attempt(
     *,
     overwrite: bool,
     name: str | None = None,
+    noted: bytes | None = None,
 ) -> Attempt | StoreAttempt:
     if isinstance(folder, ObjectPath):
-        return StoreAttempt.begin(folder, creates, overwrite=overwrite)
+        return StoreAttempt.begin(folder, creates, overwrite=overwrite, noted=noted)
     return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability, name=name)
 
 

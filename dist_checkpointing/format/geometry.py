@@ -174,6 +174,15 @@ Part = tuple[Box, FlatRange]
 """A part of a tensor: a box of it, or a range of the flattened box."""
 
 
+def may_overlap(one: Part, other: Part) -> bool:
+    """Whether two parts of a tensor may have elements in common; ranges of two boxes may not."""
+    (box, flat), (other_box, other_flat) = one, other
+    if box == other_box:
+        (start, stop), (first, end) = (r or (0, box.num_elements) for r in (flat, other_flat))
+        return max(start, first) < min(stop, end)
+    return box.intersect(other_box) is not None
+
+
 def boxes_of_part(box: Box, flat_range: FlatRange) -> list[Box]:
     if flat_range is None:
         return [box]

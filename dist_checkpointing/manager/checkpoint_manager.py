@@ -342,7 +342,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             others = Finding(f"its last steps are {known or 'none'}", path=str(self.root))
             findings = [*error.findings, others]
             raise CheckpointNotFoundError(f"step {step} is not there", findings) from error
-        self._run.position = step
+        self._run.loaded(step, is_newest=False)
         return loaded
 
     def delete(self, step: int) -> None:
@@ -381,7 +381,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 folder = self._listed(step, template)
                 # Else the other ranks would wait for what rank 0 does not see either.
                 comm.from_rank0(f"finding step {step}", partial(read_config, folder))
-                judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
+                if not self._run.has_part(folder):  # of which the run has looked at the files
+                    check = partial(check_sealed_files, folder, comm.rank, comm.world_size)
+                    judge(comm, step, check)
                 what = f"looking for checksums of step {step}"
                 verify = comm.from_rank0(what, partial(is_verifiable, folder, given[0]))
                 if not verify:
@@ -394,7 +396,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 continue
             if verify and chosen["verify"] is True:
                 self._note_valid(step, is_valid=asks_for_all(template, folder, comm))
-            self._run.position = step
+            self._run.loaded(step, is_newest=True)
             return loaded
         raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)
 
@@ -416,7 +418,5 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             raise error  # this is about the ranks, not about the checkpoint
         logger.warning("step %d is skipped: %s", step, error)
         finding = Finding(str(error), path=str(self._run.best_place(step)))
-        self._run.damaged.add(step)
-        if self._run.position == step:
-            self._run.position = None
+        self._run.skip(step, error)
         return finding

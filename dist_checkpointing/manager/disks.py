@@ -32,15 +32,12 @@ class FastDisks:
     Making one is collective.
 
     Attributes:
-        folder: Folder of the run on the disk of this rank.
         leaders: Lowest rank of each disk, ascending.
         names: Host and folder of each disk, in this order.
         machines: Name of the machine of each disk: its host, or what the environment variable
             DIST_CHECKPOINTING_MACHINE says.
         leader_of_rank: Lowest rank of the disk of each rank.
-        number: Number of this rank's disk.
         leads: Whether this rank is the lowest one of its disk.
-        run: Name of this use of the disks, the same on all ranks.
     """
 
     def __init__(self, comm: Comm, folder: Path) -> None:
@@ -64,11 +61,9 @@ class FastDisks:
             with suppress(OSError):
                 mark.unlink()
         self.leader_of_rank, leader = leader_of_rank, leader_of_rank[comm.rank]
-        self.folder, self.run = folder, made[0][0]
         self.leaders = sorted(set(leader_of_rank))
         self.names = [made[rank][1] for rank in self.leaders]
         self.machines = [made[rank][2] for rank in self.leaders]
-        self.number = self.leaders.index(leader)
         self.leads = leader == comm.rank
 
     @property
@@ -79,10 +74,9 @@ class FastDisks:
 
 def whole_steps(
     comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder, *, has_parts: bool
-) -> tuple[dict[int, Seal], dict[str, set[int]]]:
+) -> dict[int, Seal]:
     """The seals of the steps that the disks together hold as a whole, and the store does not.
 
-    Also the rows of each seal that this disk holds and no lower one, by the name of the save.
     Collective. A disk that has not noted the commit of such a step notes it now. ``near`` is the
     run on this rank's disk, ``home`` the run in the store. What is committed on a disk that no part
     is on (``has_parts``) is taken to be whole: its copy says what is missing.
@@ -103,12 +97,16 @@ def whole_steps(
             for step, name in saves.items():
                 if name is not None:
                     lowest.setdefault((step, name), rank)
-        record = home.record()
-        return {save: rank for save, rank in lowest.items() if home.lacks(*save, record)}
+        record, abandoned = home.record(), near.record().abandoned
+        return {
+            save: rank
+            for save, rank in lowest.items()
+            if save[0] not in abandoned and home.lacks(*save, record)
+        }
 
     ranks_of_saves = comm.from_rank0(what, not_stored)
     if not ranks_of_saves:
-        return {}, {}
+        return {}
 
     def read_seals() -> dict[tuple[int, str], bytes]:
         own = (save for save, rank in ranks_of_saves.items() if rank == comm.rank)
@@ -122,7 +120,6 @@ def whole_steps(
 
     held_by_ranks = comm.exchange(what, held)
     whole: dict[int, Seal] = {}
-    parts: dict[str, set[int]] = {}
     with comm.agreed("noting a commit on every disk"):
         for (step, attempt), seal in seals.items():
             if step in whole:
@@ -132,8 +129,6 @@ def whole_steps(
             )
             if not (lost and has_parts):
                 whole[step] = seal
-                before = (held_by_ranks[rank][step, attempt] for rank in range(comm.rank))
-                parts[attempt] = held_by_ranks[comm.rank][step, attempt].difference(*before)
                 folder = folders.get(step)
                 if folder and is_in_attempt(folder, attempt) and not is_committed(folder):
                     location.write(folder / SEAL_NAME, contents[step, attempt])
@@ -145,7 +140,7 @@ def whole_steps(
                     "finds it again",
                     *(step, len(lost), len(seal.files), ", ".join(disks.names)),
                 )
-    return whole, parts
+    return whole
 
 
 def _seal_in(folder: Path) -> bytes | None:

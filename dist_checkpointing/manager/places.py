@@ -9,7 +9,6 @@ from typing import Any, get_type_hints
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.location import as_local_folder, as_location
-from dist_checkpointing.filesystem.object_store import ObjectPath
 from dist_checkpointing.format.run_steps import fits
 from dist_checkpointing.manager.retention import Retention
 
@@ -75,9 +74,8 @@ def as_places(given: Places, retention: Retention) -> list[Place]:
         found = f"{fspath(listed[0].path)}, every={listed[0].every}"
         remedy = "Leave every= out of the first place; save as often as it should be written."
         findings.append(Finding("the nearest place takes each save", found=found, remedy=remedy))
-    elif len(listed) == 2 and not isinstance(as_location(listed[1].path), ObjectPath):
-        found = fspath(listed[1].path)
-        findings.append(Finding("the last of two places must be an object store", found=found))
+    elif len({str(as_location(place.path).absolute()) for place in listed}) < len(listed):
+        findings.append(Finding("two places are one", found=fspath(listed[-1].path)))
     elif listed[-1].copies:
         found = f"{fspath(listed[-1].path)}, copies={listed[-1].copies}"
         findings.append(Finding("copies are kept on disks in front of a store", found=found))

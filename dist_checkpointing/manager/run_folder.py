@@ -61,6 +61,8 @@ _NO_PREFIX: Final = "\0no tensor\0"
 """A prefix that no key has."""
 _REPLACED: Final = ".replaced"
 """Ends the name of a checkpoint on a disk that a save replaces, until that has committed."""
+_STAGED: Final = ".staged"
+"""Ends the name of a copy on a disk, until all of it is there and has been compared."""
 
 
 class RunFolder:
@@ -125,6 +127,18 @@ class RunFolder:
                     raise
                 self._set_aside = lock
 
+    def staged(self, step: int) -> Path:
+        """Where a copy of a step is made, on a disk."""
+        return self.root / f"{self.folder(step).name}{_STAGED}"
+
+    def put_in_place(self, step: int) -> None:
+        """Give a copy of a step, on a disk, the name of the step."""
+        with self._lock:
+            folder = self.folder(step)
+            self.set_aside(step)
+            _clear(folder)
+            self.staged(step).rename(folder)
+
     def end_replacing(self) -> None:
         """Do what is left of a save of this manager that has set something aside, and has ended."""
         if self._set_aside is not None:
@@ -136,17 +150,18 @@ class RunFolder:
         """Delete what was set aside for saves that have committed; put back what was for others."""
         with self._lock, tolerant(f"what was set aside in {self.root} stays there"):
             for name in location.names_in(self.root) if self.is_on_disk else ():
-                folder, aside = self.root / name.removesuffix(_REPLACED), self.root / name
-                if folder == aside or not STEP_FOLDER.fullmatch(folder.name):
+                step, ending = Path(name).stem, Path(name).suffix
+                folder, aside = self.root / step, self.root / name
+                if ending not in (_REPLACED, _STAGED) or not STEP_FOLDER.fullmatch(step):
+                    continue
+                if ending == _STAGED:
+                    _clear(aside)
                     continue
                 FolderLock.acquire(aside).release()  # refused while the save goes on
                 if is_committed(folder) or not is_committed(aside):
                     remove_checkpoint(aside)
                     continue
-                if is_there(folder):
-                    # A save knows how to clear away what a kill may leave in the middle of a claim.
-                    begin_attempt(folder, (), Durability.PAGE_CACHE, overwrite=False).release()
-                    remove_checkpoint(folder)
+                _clear(folder)
                 aside.rename(folder)
 
     def committed_steps(self) -> list[int]:
@@ -180,10 +195,13 @@ class RunFolder:
                 record.latest, record.steps = other.latest, {**record.steps, **other.steps}
 
     def lacks(self, step: int, attempt: str | None, record: RunRecord) -> bool:
-        """Whether a save of a disk is not here: nothing is, or another one that was abandoned."""
+        """Whether a save of a disk is not here: nothing is, or another one that was abandoned, or
+        that this one replaces.
+        """
         if not is_committed(self.folder(step)):
             return True
-        return step in record.abandoned and record.steps[step].attempt != attempt
+        known = record.steps.get(step, StepRecord())
+        return attempt == known.begun or (step in record.abandoned and known.attempt != attempt)
 
     def begin(self, step: int, newest: int | None) -> tuple[int, bool]:
         """Record that this manager will write the folder of a step, before the folder exists.
@@ -391,6 +409,15 @@ class RunFolder:
 
     def _optimizer_prefixes(self, step: int) -> list[str]:
         return self._retention.prefixes(Checkpoint.open(self.folder(step)).index)
+
+
+def _clear(folder: Path) -> None:
+    """Delete what a save or a copy has left on a disk, if it does not go on."""
+    if is_there(folder):
+        is_copy = folder.name.endswith(_STAGED)
+        # A save knows how to clear away what a kill may leave in the middle of a claim.
+        begin_attempt(folder, (), Durability.PAGE_CACHE, overwrite=is_copy).release()
+        remove_checkpoint(folder)
 
 
 def _knows_latest(record: RunRecord, other: RunRecord) -> bool:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, SupportsFloat, cast
+from typing import Any, Final, SupportsFloat
 
 from dist_checkpointing.comm import Comm, Outcome
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     Finding,
+    RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.location import check_room
-from dist_checkpointing.filesystem.object_store import KnownStore, ObjectInfo
+from dist_checkpointing.filesystem.location import check_room, relative
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, leftovers, number_of_save
@@ -31,21 +32,17 @@ from dist_checkpointing.format.run_steps import (
     steps_of_manager,
 )
 from dist_checkpointing.format.seal import Seal, read_seal
+from dist_checkpointing.manager.copies import Copier
 from dist_checkpointing.manager.disks import FastDisks, whole_steps
-from dist_checkpointing.manager.peer_copies import PeerCopies, fetch_for_load
+from dist_checkpointing.manager.peer_files import fetch_for_load
 from dist_checkpointing.manager.places import Place
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, call_hooks
-from dist_checkpointing.manager.tier_copies import (
-    Copier,
-    PartCopier,
-    StoreCopier,
-    after_rank0,
-)
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.serialization.save_folder import Disks, SaveHooks
 
 logger: logging.Logger = logging.getLogger(__name__)
+_TRIES_OF_DISKS: Final = 2
 
 
 class Run:
@@ -81,13 +78,14 @@ class Run:
         self.root, self._retention = home.path, home.retention
         self._on_saved, self._is_incremental = on_saved, incremental
         self.position: int | None = None
-        self.damaged: set[int] = set()  # a disk is not read for them; a save does not go on there
+        self.damaged: set[int] = set()  # a save does not go on from them
+        self._skipped: Counter[int] = Counter()
+        self._damaged_files: dict[int, set[str]] = {}  # on this disk, as far as loads have found
         self.near = self._home = RunFolder(home.path, home.retention)
         self._folders = [self.near]
-        self._copier = Copier(self.near, self._home)
+        self._copier: Copier | None = None
         self._has_disks, self._num_disks, self._leads = len(places) > 1, 1, comm.rank == 0
         self._disks: FastDisks | None = None
-        self._peers: PeerCopies | None = None
         self._has_parts = False  # the steps on a disk may be parts of checkpoints
         if comm.rank == 0:
             self._home.finish_commits()
@@ -121,23 +119,21 @@ class Run:
             if self._comm.rank == 0:
                 near.finish_commits()
                 self._agree_on_history(records)
-                self._copier = StoreCopier(near, self._home, self._places[-1], disks)
-            elif disks.leads:
-                self._copier = PartCopier(near, self._home, disks)
-        whole, parts = whole_steps(self._comm, disks, near, self._home, has_parts=self._has_parts)
-        with self._comm.agreed("beginning to copy into the store"):
-            if self._leads:
-                self._copier.resume(whole, parts)
-        self._copier.start()
-        self._disks = disks
-        if place.copies and disks.are_many:
-            if len({*disks.machines}) == 1 and self._comm.rank == 0:
-                logger.warning("all disks are on %s: no copies are made", disks.machines[0])
-            self._peers = PeerCopies(self._comm, near, disks, place.copies)
+        whole = whole_steps(self._comm, disks, near, self._home, has_parts=self._has_parts)
+        self._disks, home = disks, self._places[-1]
+        self._copier = Copier(self._comm, near, self._home, disks, (place, home), whole)
+        is_one_machine = len({*disks.machines}) == 1 < len(disks.leaders)
+        if place.copies and is_one_machine and self._comm.rank == 0:
+            logger.warning("all disks are on %s: no copies are made", disks.machines[0])
+
+    @property
+    def _pending(self) -> Mapping[int, str]:
+        """The steps that are not in the store yet, where there are disks, and their saves."""
+        return {} if self._copier is None else self._copier.pending
 
     def _kept(self) -> set[int]:
         """The steps that a disk must keep until they are copied."""
-        return {*self._copier.pending, *(self._peers.waiting if self._peers else ())}
+        return {*self._pending, *(self._copier.unsent if self._copier else ())}
 
     def _agree_on_history(self, records: Sequence[RunRecord | None]) -> None:
         """Let disk and store go back where the run has, and only the other one knows.
@@ -154,32 +150,21 @@ class Run:
             self.near.go_back_with(home)
 
     def best_place(self, step: int) -> Path:
-        """Where a step can be read: on the disk as far as it is there and whole."""
+        """Where a step is: on the disk, or in the store if all of it is there alone."""
         local, stored = self.near.folder(step), self._home.folder(step)
-        if not self._has_disks or not is_committed(stored):
+        if not self._has_disks or step in self._pending or not is_committed(stored):
             return local
-        if step in self.damaged:
+        if self._has_parts or step in self.damaged or not is_committed(local):
             return stored
-        data: Any = data_folder(stored)
-        is_same = number_of_save(local) == number_of_save(data) != 0
-        if not self._has_parts:
-            # Another one in the store was saved by another machine while this disk was away.
-            is_near = is_same or step in self._copier.pending
-            return local if is_near and is_committed(local) else stored
-        seal = read_seal(data) if is_same else None
-        if seal is None:
-            return stored
-        keys = ((f"{data.prefix}{file.name}", file.num_bytes) for file in seal.files.values())
-        infos = {key: ObjectInfo(key, num_bytes, None) for key, num_bytes in keys}
-        near = KnownStore(data.store.url, data.store.options, data.prefix, infos, local)
-        home: Any = stored
-        return cast("Path", replace(home, store=near))
+        # Another one in the store was saved by another machine while this disk was away.
+        is_same = number_of_save(local) == number_of_save(data_folder(stored)) != 0
+        return local if is_same else stored
 
     def prepare_read(self, step: int, wanted: Any = None, *, near: bool = True) -> Path:
         """Where a step can be read by all ranks; copies it into the store if it must. Collective.
 
-        Where only the store has all of it, ``near`` reads on this rank's disk what is there, and
-        what is ``wanted`` (a template) is first fetched from the disks of other machines.
+        Where machines have parts of it, each rank can read on its disk what is ``wanted`` (a
+        template), unless ``near`` is False: what its disk has not is fetched.
         """
         if not self._has_parts:
             # Only rank 0 knows what is to be copied.
@@ -187,28 +172,71 @@ class Run:
                 f"finding step {step}", lambda: self.best_place(step) == self.near.folder(step)
             )
             return (self.near if is_near else self._home).folder(step)
-        what = f"bringing step {step} into the store"
-        after_rank0(self._comm, what, partial(self._require_stored, step))
-        if near and wanted is not None and self._disks is not None:
-            self._fetch(step, wanted)
-        with self._comm.agreed(what):
-            return self.best_place(step) if near else self._home.folder(step)
+        if near and wanted is not None and self._fetch(step, wanted):
+            return self.near.folder(step)
+        if self._copier is not None:
+            self._copier.require(step)
+        with self._comm.agreed(f"looking for step {step} in the store"):
+            if self._comm.rank == 0:
+                self._require_stored(step)
+        return self._home.folder(step)
 
-    def _fetch(self, step: int, wanted: Any) -> None:
-        """Fetch from the disks of other machines what this one needs for a load. Collective."""
+    def has_part(self, folder: Location) -> bool:
+        """Whether a folder may hold a part of a checkpoint: what a load has asked for."""
+        return self._has_parts and isinstance(folder, Path)
 
-        def sound_seal() -> bytes | None:
-            seal = None if step in self.damaged else read_seal(data_folder(self._home.folder(step)))
-            return None if seal is None else seal.to_json()
+    def _fetch(self, step: int, wanted: Any) -> bool:
+        """Whether all ranks can load a step from their disks; fetches what is missing. Collective.
 
-        content = self._comm.from_rank0(f"reading the seal of step {step}", sound_seal)
-        if content is not None and self._disks is not None:
-            wanted, seal = as_state_dict(wanted, self._comm), Seal.from_json(content)
-            where = partial(self.best_place, step)
-            fetch_for_load(self._comm, self._disks, self.near, step, seal, where, wanted)
+        A file that is damaged on a disk is fetched from another machine once.
+        """
+        stored = self._home.folder(step)
+
+        def find() -> tuple[bytes | None, str | None]:
+            if self._skipped[step] >= _TRIES_OF_DISKS or self._copier is None:
+                return None, None
+            if step in self._copier.pending:
+                return self._copier.seal_of(step), None
+            data = data_folder(stored)
+            seal = read_seal(data) if is_committed(stored) else None
+            return (None, None) if seal is None else (seal.to_json(), relative(data, stored))
+
+        content, data = self._comm.from_rank0(f"reading the seal of step {step}", find)
+        if content is None or self._disks is None:
+            return False
+        folder, source = self.near.folder(step), None if data is None else stored / data
+        damaged = self._damaged_files.pop(step, set())
+        seal, wanted = Seal.from_json(content), as_state_dict(wanted, self._comm)
+        try:
+            fetch_for_load(self._comm, self._disks, folder, seal, source, damaged, wanted)
+            record = self._comm.from_rank0(f"recording step {step}", self.near.record)
+            with self._comm.agreed(f"recording step {step}"):
+                if self._leads:
+                    self.near.catch_up_with(record)
+        except CheckpointingException as error:
+            if isinstance(error, RankFailedError) and error.silent_ranks:
+                raise
+            if self._comm.rank == 0:
+                logger.warning("step %d is not read from the disks: %s", step, error)
+            return False
+        return True
+
+    def skip(self, step: int, error: CheckpointingException) -> None:
+        """Note that a step could not be loaded, and which of its files on this disk are damaged."""
+        if self.position == step:
+            self.position = None
+        self.damaged.add(step)
+        self._skipped[step] += 1
+        folder = self.near.folder(step)
+        if self._disks is not None and isinstance(error, CorruptCheckpointError):
+            for finding in error.findings:
+                leaders = {self._disks.leader_of_rank[rank] for rank in finding.ranks}
+                path = Path(finding.path or "")
+                if self._comm.rank in leaders and path.is_relative_to(folder):
+                    name = path.relative_to(folder).as_posix()
+                    self._damaged_files.setdefault(step, set()).add(name)
 
     def _require_stored(self, step: int) -> None:
-        self._copier.copy_if_pending(step)
         if not is_committed(self._home.folder(step)):
             finding = Finding(
                 "it is neither in the store nor whole on the disks",
@@ -220,19 +248,22 @@ class Run:
     def tries(self) -> list[int]:
         """The steps of the history, newest first, as they may be loaded.
 
-        One that is on the disks and in the store comes twice, for two tries.
+        One that machines have parts of comes again, to be read with a copy of what is damaged, and
+        from the store.
         """
         if not self._has_parts:
             return sorted((s for f in self._folders for s in f.history()), reverse=True)
-        return sorted([*2 * self._home.history(), *self._whole_on_disks()], reverse=True)
+        on_disks = [*self._whole_on_disks()] * _TRIES_OF_DISKS
+        stored = self._home.history() * (_TRIES_OF_DISKS + 1)
+        return sorted([*on_disks, *stored], reverse=True)
 
     def _whole_on_disks(self) -> set[int]:
         """The steps of the history that the disks hold together, and the store does not."""
-        return {*self._copier.pending} - self.near.record().abandoned
+        return {*self._pending} - self.near.record().abandoned
 
     def committed_steps(self) -> list[int]:
         """Every step that is in the root, or whole on the disks; oldest first."""
-        near = self._copier.pending if self._has_parts else self.near.committed_steps()
+        near = self._pending if self._has_parts else self.near.committed_steps()
         return sorted({*near, *(self._home.committed_steps() if self._has_disks else ())})
 
     def latest(self) -> int | None:
@@ -265,7 +296,9 @@ class Run:
             disk such a checkpoint is set aside instead.
         """
         what, overwrite = "beginning a save", bool(options.get("overwrite", False))
-        number, parent, is_ours, has_base = self._comm.from_rank0(
+        if overwrite and self._copier is not None:
+            self._copier.require(None)  # what is replaced must not come into the store later
+        number, parent, is_ours, has_base, is_stored = self._comm.from_rank0(
             what,
             lambda: self._begin(step, metric, overwrite=overwrite),
             after=Outcome.of(what, partial(_require_step, step)),
@@ -276,8 +309,8 @@ class Run:
                 if self._leads and self._comm.rank:
                     _, is_ours = self.near.begin(step, parent)
             on_part = partial(self._part_committed, step)
-            to_peers = partial(self._peers.copy, step) if self._peers else None
-            disks = Disks(str(self._home.folder(step)), self._leads, on_part, to_peers)
+            disks = Disks(str(self._home.folder(step)), self._leads, on_part)
+        at_end = partial(self._copier.copy, step) if self._copier else None
         is_whole_on_disk = self.near.is_on_disk and not self._has_parts
         sets_aside = is_ours and is_whole_on_disk and not overwrite
         chosen = {**options, "overwrite": overwrite or (is_ours and not is_whole_on_disk)}
@@ -292,23 +325,29 @@ class Run:
             if sets_aside:
                 self.near.set_aside(step)
 
+        def claimed(attempt: str) -> None:
+            self.near.claimed(step, number, parent, attempt)
+            if (
+                is_stored and overwrite and not self._comm.rank
+            ):  # the disks have something newer until it is copied
+                self._home.claimed(step, number, parent, attempt)
+
         def committed() -> None:
             saved = watch.saved(step, self.best_place(step), number)
             self._committed(step)
             call_hooks(self._on_saved, saved)
 
-        return SaveHooks(
-            check, partial(self.near.claimed, step, number, parent), committed, disks
-        ), chosen
+        return SaveHooks(check, claimed, committed, disks, at_end), chosen
 
     def _begin(
         self, step: int, metric: SupportsFloat | None, *, overwrite: bool
-    ) -> tuple[float | None, int, bool, bool]:
+    ) -> tuple[float | None, int, bool, bool, bool]:
         """Begin a save on rank 0.
 
         Returns:
             Its metric, the step that it grows from, whether a manager of this run wrote what is
-            there already, and whether it can share files with the step that it grows from.
+            there already, whether it can share files with the step that it grows from, and whether
+            the store has a save of this step.
         """
         number = math.nan if metric is None else float(metric)
         home, newest = self._home, self.position
@@ -324,7 +363,7 @@ class Run:
         parent, is_ours = self.near.begin(step, newest)
         can_share = self._is_incremental and parent != NO_STEP
         has_base = can_share and is_committed(self.near.folder(parent))
-        return None if math.isnan(number) else number, parent, is_ours, has_base
+        return None if math.isnan(number) else number, parent, is_ours, has_base, is_stored
 
     def _not_above(self, step: int, newest: int) -> CheckpointingException:
         """The error of a save that would go back in the history, or into that of another run."""
@@ -344,20 +383,29 @@ class Run:
     def _part_committed(self, step: int) -> None:
         """Note that rank 0 has committed what this disk holds a part of."""
         with tolerant(f"{self.near.folder(step)}: a commit is not recorded"):
-            self._copier.keep(step)
-            self._copier.start()
+            if self._copier is not None:
+                self._copier.keep(step)
             self.near.committed(step)
 
     def _committed(self, step: int) -> None:
         """Move the pointer, and copy the step or let it be copied."""
         self.position = step
-        if self._has_disks:
+        if self._copier is not None:
             with tolerant(f"the store has steps that step {step} has not grown from"):
                 self._home.go_back_with(self.near.record())
             self._copier.keep(step)
         self.damaged.discard(step)
         self.near.committed(step)
-        self._copier.start()
+
+    def loaded(self, step: int, *, is_newest: bool) -> None:
+        """Note that the run goes on from a step.
+
+        What is not in the store yet is copied from now on, or from the next save if the run may
+        have gone back, and may so abandon some of that.
+        """
+        self.position = step
+        if self._copier is not None and is_newest:
+            self._copier.copy()
 
     def verified(self, step: int) -> None:
         """Record that all of a step has been read back and compared, where it was read."""
@@ -368,13 +416,25 @@ class Run:
         """Delete a step everywhere; see RunFolder. Collective."""
         if self.position == step:
             self.position = None
+        if self._copier is not None:
+            self._copier.require(None)
         with self._comm.agreed(f"deleting step {step}"):
             if self._comm.rank == 0:
-                self._copier.delete(step)
-        if self._num_disks > 1:
+                self._delete(step)
+        if self._copier is not None:
+            self._copier.forget({step})
             with self._comm.agreed(f"deleting step {step} on every disk"):
-                if self._leads and self._comm.rank:
-                    self._copier.delete(step)
+                if self._leads and self._comm.rank and is_committed(self.near.folder(step)):
+                    self.near.delete(step)
+
+    def _delete(self, step: int) -> None:
+        there = [self.near]
+        if self._copier is not None:
+            there = [folder for folder in self._folders if is_committed(folder.folder(step))]
+            if not there and step not in self._pending:
+                there = [self.near]  # which says that there is no such step
+        for folder in there:
+            folder.delete(step)
 
     def close(self) -> None:
         """Wait for the copies. Collective.
@@ -382,15 +442,14 @@ class Run:
         Raises:
             CheckpointingException: if the newest checkpoint could not be copied.
         """
-        if self._peers is not None:
-            self._peers.finish()
-            self._peers = None
-        if self._has_disks:
-            after_rank0(self._comm, "copying checkpoints into the store", self._copier.finish)
+        if self._copier is not None:
+            with self._comm.agreed("copying checkpoints into the store"):
+                self._copier.finish()
 
     def stop(self) -> None:
-        """End what copies the part of this disk, once all ranks have closed the run."""
-        self._copier.end()
+        """Let the thread that makes copies end."""
+        if self._copier is not None:
+            self._copier.stop()
 
 
 def _require_step(step: object) -> None:

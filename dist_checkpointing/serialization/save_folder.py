@@ -63,13 +63,11 @@ class Disks(NamedTuple):
         destination: Name of the checkpoint, the same on all ranks, whose folders may differ.
         leads: Whether this rank is the lowest one of its disk, which calls the hooks.
         on_part: Called on these ranks but rank 0, once the checkpoint is committed.
-        on_end: Called on all ranks, once every disk has noted the commit.
     """
 
     destination: str
     leads: bool
     on_part: Callable[[], None]
-    on_end: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +83,14 @@ class SaveHooks:
             ranks raise.
         disks: The disks of a save whose ranks do not share one. The folder of a rank then holds a
             part of the checkpoint, which only CheckpointManager loads.
+        at_end: Called on all ranks, once every disk has noted the commit.
     """
 
     before_claim: Callable[[Index], None] = lambda _: None
     after_claim: Callable[[str], None] = lambda _: None
     after_commit: Callable[[], object] | None = None
     disks: Disks | None = None
+    at_end: Callable[[], None] | None = None
 
     def call_after_commit(self, comm: Comm) -> None:
         """Call ``after_commit``, if there is one. Collective."""
@@ -98,8 +98,8 @@ class SaveHooks:
             with comm.agreed("after the commit"):
                 if comm.rank == 0:
                     self.after_commit()
-        if self.disks is not None and self.disks.on_end is not None:
-            self.disks.on_end()
+        if self.at_end is not None:
+            self.at_end()
 
 
 class _Claim(NamedTuple):

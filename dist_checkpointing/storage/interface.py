@@ -340,7 +340,7 @@ class StorageReader(Storage[LoadPlan]):
         return f"{self.checkpoint_dir}: {chunk.fqn} at {chunk.offset}"
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
-        """Where stored chunks are, for forecasts; None if that is not known."""
+        """Where stored chunks and cells of objects are; None if that is not known."""
         return [None] * len(chunks)
 
     def read_metadata(self) -> Index:

@@ -33,7 +33,15 @@ from dist_checkpointing.format.checksums import (
     checksums_at,
     read_tables,
 )
-from dist_checkpointing.format.geometry import Box, Ints, Window, padded, padded_rows, split_rows
+from dist_checkpointing.format.geometry import (
+    Box,
+    Ints,
+    Window,
+    may_overlap,
+    padded,
+    padded_rows,
+    split_rows,
+)
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memory
@@ -195,7 +203,10 @@ def split_filled(
             values = next((memory for memory in found if memory is not None), None)
             if values is not None:
                 filled.append((part, values))
-            elif any(part.box.intersect(leaf.box) is not None for leaf in wanted[key]):
+            elif any(
+                may_overlap((part.box, part.flat_range), (leaf.box, leaf.flat_range))
+                for leaf in wanted[key]
+            ):
                 others.append(part)
     return filled, others
 

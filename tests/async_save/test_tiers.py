@@ -184,10 +184,39 @@ def test_requests_do_not_grow_with_the_steps_that_are_kept(s3_place: dc.ObjectPa
     assert len(seen) == 1
 
 
-def test_a_second_place_must_be_a_store(tmp_path: Path) -> None:
-    places = [dc.Place(tmp_path / "fast"), dc.Place(tmp_path / "slow")]
-    with pytest.raises(UnsupportedFormatError, match="must be an object store"):
-        dc.CheckpointManager(places)
+def test_a_folder_may_be_the_last_place(tmp_path: Path) -> None:
+    near, home = tmp_path / "near", tmp_path / "home"
+    places = [dc.Place(near), dc.Place(home)]
+    with dc.CheckpointManager(places, retention=dc.Retention(keep_last=2)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        manager.save(3, state(4), overwrite=True)
+    names = ["step-00000002", "step-00000003"]
+    assert sorted(path.name for path in home.glob("step-*")) == names
+    dc.verify_checkpoint(home / names[0])
+    shutil.rmtree(near)
+    with dc.CheckpointManager(places) as manager:
+        assert (manager.latest_valid(), manager.load(state(0))["value"]) == (3, 4)
+
+
+def test_what_a_killed_copy_has_left_is_deleted(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    places = [dc.Place(tmp_path / "near"), dc.Place(home)]
+    with dc.CheckpointManager(places) as manager:
+        manager.save(1, state(1))
+    (home / "step-00000001").rename(home / "step-00000002.staged")
+    with dc.CheckpointManager(places) as manager:
+        assert manager.load(state(0))["value"] == 1
+        manager.save(2, state(2))
+    assert sorted(path.name for path in home.glob("step-*")) == [
+        "step-00000001",
+        "step-00000002",
+    ]
+
+
+def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormatError, match="two places are one"):
+        dc.CheckpointManager([dc.Place(tmp_path), dc.Place(tmp_path)])
     with pytest.raises(TypeError, match="a path or a list of Place"):
         dc.CheckpointManager([tmp_path])  # type: ignore[list-item]
 

@@ -538,8 +538,8 @@ _RUNS: Final = (
     PlantedFault(
         "position not moved by a save",
         "manager/tiers.py",
-        "        self.position = step\n        if self._has_disks:\n",
-        "        if self._has_disks:\n",
+        "        self.position = step\n        if self._copier is not None:\n            with",
+        "        if self._copier is not None:\n            with",
         "the step that a run has come to after a save",
     ),
     PlantedFault(

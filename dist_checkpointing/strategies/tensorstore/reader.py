@@ -200,7 +200,13 @@ class TensorStoreReader(StorageReader):
             raise CorruptCheckpointError("the checkpoint is damaged", findings)
 
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
-        return row_keys(reads_of(chunks, self._index), self._index)
+        objects, is_object = self._index.objects, [c.fqn in self._index.objects for c in chunks]
+        tensors = [chunk for chunk, is_one in zip(chunks, is_object, strict=True) if not is_one]
+        keys = iter(row_keys(reads_of(tensors, self._index), self._index))
+        return [
+            object_key(c.fqn, c.offset or (), objects[c.fqn]) if is_one else next(keys)
+            for c, is_one in zip(chunks, is_object, strict=True)
+        ]
 
     def _find(self, wanted: Sequence[bytes]) -> Values:
         return self._newest(keeps_nodes=self.is_kept).find(wanted)

@@ -353,6 +353,8 @@ class PlacedIndex(Index):
         return self.first_cell[key] + (int(np.ravel_multi_index(cell, shape)) if shape else 0)
 
     def row(self, chunk: MetadataIndex) -> int:
+        if chunk.fqn in self.objects:
+            return self.cell_row(chunk.fqn, chunk.offset or ())
         tensor, first = self[chunk.fqn], self.first_row[chunk.fqn]
         if tensor.pieces is not None:
             assert chunk.index is not None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
-import threading
 import uuid
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -17,18 +15,25 @@ import xxhash
 
 from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError
-from dist_checkpointing.filesystem import location
+from dist_checkpointing.errors import CheckpointExistsError, CheckpointNotFoundError, Finding
+from dist_checkpointing.filesystem import file_writer
+from dist_checkpointing.filesystem.location import blocks, fsync_folder, write
+from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import is_committed
-from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
-from dist_checkpointing.format.seal import SEAL_NAME, Seal, SealedFile, read_seal
+from dist_checkpointing.format.geometry import may_overlap
+from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, attempt_of
+from dist_checkpointing.format.seal import SEAL_NAME, Seal, SealedFile
 from dist_checkpointing.manager.disks import FastDisks, rows_held
-from dist_checkpointing.manager.run_folder import RunFolder
+from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
+from dist_checkpointing.planning.items import MetadataIndex
 from dist_checkpointing.planning.resharding import plan_load
+from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
 _BLOCK_BYTES: Final = 1 << 24
+_THREADS: Final = 4
+_MOST_SHOWN: Final = 10
 
 
 class Transfer(NamedTuple):
@@ -39,14 +44,15 @@ class Transfer(NamedTuple):
     target: int
 
 
-def send_files(comm: Comm, folder: Path, transfers: Sequence[Transfer]) -> int:
-    """Send files of a folder to the same folder of other machines; how many did not arrive.
+def send_files(comm: Comm, folder: Path, transfers: Sequence[Transfer]) -> set[Transfer]:
+    """Send files of a folder to the same folder of other machines; those that did not arrive.
 
     Collective, with the same transfers on all ranks. Each rank sends one file at a time and
     receives one, in blocks. A file is there as a whole, with the digest of the seal if it has one,
     or not at all.
     """
-    num_failed, waiting = 0, [*transfers]
+    failed: set[Transfer] = set()
+    waiting = [*transfers]
     while waiting:
         free: dict[int, Transfer] = {}
         targets: dict[int, Transfer] = {}
@@ -57,11 +63,10 @@ def send_files(comm: Comm, folder: Path, transfers: Sequence[Transfer]) -> int:
             else:
                 free[transfer.source] = targets[transfer.target] = transfer
         longest = max(transfer.file.num_bytes for transfer in free.values())
-        num_failed += _send_round(
-            comm, folder, free.get(comm.rank), targets.get(comm.rank), longest
-        )
+        sent, received = free.get(comm.rank), targets.get(comm.rank)
+        failed |= _send_round(comm, folder, sent, received, longest)
         waiting = later
-    return num_failed
+    return failed
 
 
 class _Outgoing:
@@ -123,15 +128,15 @@ class _Incoming:
         """Give the file its name, or delete it."""
         if is_whole:
             self._temporary.replace(self._path)
-            location.fsync_folder(self._path.parent)
+            fsync_folder(self._path.parent)
         else:
             self._temporary.unlink(missing_ok=True)
 
 
 def _send_round(
     comm: Comm, folder: Path, sent: Transfer | None, received: Transfer | None, longest: int
-) -> int:
-    """Send one file and receive another; the number of files that did not arrive, on all ranks."""
+) -> set[Transfer]:
+    """Send one file and receive another; what did not arrive on any rank."""
     outgoing = None if sent is None else _Outgoing(folder, sent)
     incoming = None if received is None else _Incoming(folder, received)
     for start in range(0, max(longest, 1), _BLOCK_BYTES):
@@ -159,7 +164,7 @@ def _send_round(
                 "%s of %s was not sent from rank %d to rank %d: %s",
                 *(transfer.file.name, folder.name, transfer.source, transfer.target, problem),
             )
-    return len(all_problems)
+    return {*all_problems}
 
 
 def copies_to_peers(
@@ -183,81 +188,33 @@ def copies_to_peers(
     return [*transfers.values()]
 
 
-class PeerCopies:
-    """Copies what each machine has saved to others, in a thread of each rank.
-
-    Making one is collective, as are ``copy`` (behind the training) and ``finish``. ``waiting`` are
-    the steps that are not copied yet, which retention must leave; it is replaced, never changed.
-    """
-
-    def __init__(self, comm: Comm, near: RunFolder, disks: FastDisks, copies: int) -> None:
-        self._comm, self._near, self._disks, self._copies = comm.duplicate(), near, disks, copies
-        self.waiting: tuple[int, ...] = ()
-        self._changed = threading.Lock()
-        self._steps: queue.Queue[int | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._work, name="peer-copies", daemon=True)
-        self._thread.start()
-
-    def copy(self, step: int) -> None:
-        """Copy a step, after those before it."""
-        with self._changed:
-            self.waiting = (*self.waiting, step)
-        self._steps.put(step)
-
-    def finish(self) -> None:
-        """Wait for all copies, and end the thread."""
-        self._steps.put(None)
-        self._thread.join()
-        self._comm.close()
-
-    def _work(self) -> None:
-        while (step := self._steps.get()) is not None:
-            try:
-                self._copy(step)
-            except (OSError, CheckpointingException) as error:
-                logger.warning("step %d has no copies at peers: %s", step, error)
-            finally:
-                with self._changed:
-                    self.waiting = self.waiting[1:]
-
-    def _copy(self, step: int) -> None:
-        folder, what = self._near.folder(step), f"copying step {step} to peers"
-
-        def look() -> tuple[str, set[int]] | None:
-            try:
-                seal = read_seal(folder) if is_committed(folder) else None
-            except CorruptCheckpointError:
-                return None
-            rows = rows_held(folder, seal) if seal and self._disks.leads else set[int]()
-            return None if seal is None else (seal.attempt, rows)
-
-        held = self._comm.exchange(what, look)
-        if any(part is None or part[0] != (held[0] or ("",))[0] for part in held):
-            logger.warning("step %d has no copies at peers: not every disk has noted it", step)
-            return
-        seal = read_seal(folder)
-        assert seal is not None
-        rows = [part[1] for part in held if part is not None]
-        files = [*seal.files.values()]
-        send_files(self._comm, folder, copies_to_peers(files, self._disks, rows, self._copies))
-
-
 def fetch_for_load(
-    comm: Comm, disks: FastDisks, near: RunFolder, step: int, seal: Seal, where: Any, wanted: Any
+    comm: Comm,
+    disks: FastDisks,
+    folder: Path,
+    seal: Seal,
+    stored: Location | None,
+    damaged: Collection[str],
+    wanted: ShardedStateDict,
 ) -> None:
-    """Fetch from the other machines what this one needs to load a step, and has not. Collective.
+    """Fetch what the ranks of each disk need to load a step, and what it has not. Collective.
 
-    ``where()`` is the place that a rank reads then; ``wanted`` is the state dict that it loads.
-    What no machine has is left to the store.
+    It comes from other machines, or else from ``stored``, where the same save is in the store. What
+    is ``damaged`` on this rank's disk is fetched again. ``folder`` is then a checkpoint with
+    everything that the ``wanted`` state dict asks for.
+
+    Raises:
+        CheckpointingException: if a file is nowhere, or a disk cannot be written; on all ranks.
     """
-    folder, files = near.folder(step), [*seal.files.values()]
-    what = f"fetching step {step} from other machines"
+    files, what = [*seal.files.values()], f"fetching {folder.name} from other machines"
+    bad = {row for row, file in enumerate(files) if file.name in damaged}
 
     def fetch(needed: set[int]) -> None:
         shares = comm.exchange(
-            what, lambda: (needed, rows_held(folder, seal) if disks.leads else set[int]())
+            what, lambda: (needed, rows_held(folder, seal) - bad if disks.leads else set[int]())
         )
-        transfers = []
+        transfers: list[Transfer] = []
+        nowhere: set[int] = set()
         for target in disks.leaders:
             group = [r for r, leader in enumerate(disks.leader_of_rank) if leader == target]
             missing = set[int]().union(*(shares[r][0] for r in group)) - shares[target][1]
@@ -266,30 +223,72 @@ def fetch_for_load(
                 if sources:
                     source = sources[row % len(sources)]
                     transfers.append(Transfer(files[row], source, target))
-        send_files(comm, folder, transfers)
+                elif target == comm.rank:
+                    nowhere.add(row)
+        failed = send_files(comm, folder, transfers)
+        arrived = {transfer.file.name for transfer in transfers if transfer.target == comm.rank}
+        lost = {transfer.file.name for transfer in failed if transfer.target == comm.rank}
+        bad.difference_update(r for r, file in enumerate(files) if file.name in arrived - lost)
+        rest = sorted(lost.union(files[row].name for row in nowhere))
+        with comm.agreed(what):
+            if rest and stored is None:
+                findings = [Finding("no machine has this file", path=name) for name in rest]
+                raise CheckpointNotFoundError(f"{folder.name} is not whole", findings[:_MOST_SHOWN])
+            place: Any = stored
+            for name in rest:
+                (folder / name).unlink(missing_ok=True)  # it is damaged
+            in_threads(lambda name: copy_file(place / name, folder / name), rest, _THREADS)
+            bad.difference_update(r for r, file in enumerate(files) if file.name in rest)
 
-    fetch({row for row, file in enumerate(files) if file.digest is not None})
-    record = comm.from_rank0(what, near.record)
+    def refuse_other() -> None:
+        if attempt_of(folder) not in (None, seal.attempt):
+            raise CheckpointExistsError(f"another save of this step is on the disk: {folder}")
+
     with comm.agreed(what):
-        if disks.leads and rows_held(folder, seal) and not is_committed(folder):
-            location.write(folder / SEAL_NAME, seal.to_json())
-            location.write(folder / CONFIG_FNAME, json.dumps(dict(seal.config)).encode())
-            near.catch_up_with(record)
+        refuse_other()
+    fetch({row for row, file in enumerate(files) if file.digest is not None})
+    with comm.agreed(what):
+        if disks.leads and not is_committed(folder):
+            write(folder / SEAL_NAME, seal.to_json())
+            write(folder / CONFIG_FNAME, json.dumps(dict(seal.config)).encode())
     needed: set[int] = set()
     with comm.agreed(what):
-        names = {*_files_of(Checkpoint.open(where()), wanted)}
+        names = {*_files_of(Checkpoint.open(folder), wanted)}
         needed = {row for row, file in enumerate(files) if file.name in names}
     fetch(needed)
 
 
+def copy_file(source: Location, target: Location) -> None:
+    """Copy a file, durably but for its name."""
+    if isinstance(target, Path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    file = file_writer.create(target.parent, target.name)
+    try:
+        for block in blocks(source, file.block_bytes):
+            file.write([block], len(block), stays=True)
+    except BaseException:
+        file.give_up()
+        raise
+    file.close(is_durable=True)
+
+
 def _files_of(checkpoint: Checkpoint, wanted: Any) -> Iterable[str]:
-    """The files of what is stored of the wanted tensors, as far as these fit."""
-    index = checkpoint.index
+    """The files of what is stored of the wanted tensors and objects, as far as these fit."""
+    index, parts = checkpoint.index, StateDictParts.of(wanted)
+    cells = [
+        MetadataIndex(leaf.key, tuple(leaf.global_offset))
+        for leaf in parts.objects.values()
+        if index.objects.get(leaf.key) == tuple(leaf.global_shape)
+    ]
     leaves = [
         leaf.without_data()
-        for leaf in StateDictParts.of(wanted).tensors.values()
+        for leaf in parts.tensors.values()
         if leaf.key in index and tuple(index[leaf.key].global_shape) == tuple(leaf.global_shape)
     ]
     plan, _ = plan_load(index, leaves)
-    chunks = [*dict.fromkeys(item.storage_index for item in plan.items())]
-    return filter(None, checkpoint.reads.files(index, chunks))
+    chunks = dict.fromkeys(item.storage_index for item in plan.items())
+    for leaf in leaves:  # a load that verifies reads all pieces in which there may be something
+        for number, part in enumerate(index[leaf.key].pieces or ()):
+            if may_overlap(part, (leaf.box, leaf.flat_range)):
+                chunks[MetadataIndex(leaf.key, part[0].offset, number)] = None
+    return filter(None, checkpoint.reads.files(index, [*chunks, *cells]))
