@@ -188,7 +188,8 @@ class RunRecord:
                 self.steps[child] = replace(known, parent=parent)
         self.steps.pop(step, None)
         if self.latest == step:
-            self.latest = None if parent == NO_STEP else parent
+            # What is left then was abandoned, and must not come back.
+            self.latest = parent if parent != NO_STEP or self._written else None
 
 
 def read_record(root: Location) -> RunRecord:

@@ -296,6 +296,14 @@ def test_two_runs_do_not_mix(tmp_path: Path, place: str) -> None:
     assert loaded(again, 6000) == 6001
     again.delete(6000)
     assert (again.latest(), loaded(again, None)) == (100, 101)
+    fresh = dc.CheckpointManager(root, fresh=True)
+    fresh.save(50, state(50))
+    fresh.delete(50)
+    # Seed 2048 of the histories: abandoned steps are loaded by number alone.
+    third = dc.CheckpointManager(root)
+    assert (third.latest(), third.steps(), loaded(third, 7000)) == (None, [100, 7000], 7000)
+    with pytest.raises(dc.CheckpointNotFoundError, match="no valid checkpoint"):
+        loaded(dc.CheckpointManager(root), None)
 
 
 @PLACES

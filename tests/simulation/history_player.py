@@ -226,7 +226,12 @@ class Player:
             )
             if not rank.manager.steps():
                 return None
-            return value_of(rank.manager.load(state_of(rank.comm, None)))
+            try:
+                return value_of(rank.manager.load(state_of(rank.comm, None)))
+            except CheckpointNotFoundError:
+                if rank.manager.latest() is not None:
+                    raise
+                return None  # what is left was abandoned
 
         def work(comm: Comm) -> None:
             rank = _Rank(comm)

@@ -660,19 +660,16 @@ _RANKS: Final = (
 PLANTED_FAULTS: Final = (*_DURABILITY, *_FOLDERS, *_STORES, *_RUNS, *_RANKS)
 
 _PROGRAM: Final = """
-import gc, json, logging, sys
+import gc, itertools, json, logging, sys
 logging.disable(logging.CRITICAL)
 from histories import History
 from history_player import Failure, play
-place, count, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+place, count = sys.argv[1], int(sys.argv[2])
 gc.collect()
 gc.freeze()
-played = 0
-for seed in range(first, count):
-    history = History.of(seed)
-    if place and history.place != place:
-        continue
-    played += 1
+histories = ((seed, History.of(seed)) for seed in itertools.count())
+of_place = ((seed, one) for seed, one in histories if place in ("", one.place))
+for played, (seed, history) in enumerate(itertools.islice(of_place, count), 1):
     result = play(history)
     if isinstance(result, Failure):
         reason = f"{type(result.error).__name__}: {result.error}"
@@ -690,7 +687,7 @@ def find(fault: PlantedFault, histories: int = HISTORIES, seconds: float = 3600.
         shutil.copytree(PACKAGE, package)
         module = package / fault.file
         module.write_text(fault.planted(module.read_text()))
-        given = [sys.executable, "-c", _PROGRAM, fault.place, str(histories), "0"]
+        given = [sys.executable, "-c", _PROGRAM, fault.place, str(histories)]
         paths = os.pathsep.join([folder, str(Path(__file__).parent)])
         environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
         try:
