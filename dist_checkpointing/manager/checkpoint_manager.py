@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from dist_checkpointing.manager.latest_valid import (
 from dist_checkpointing.manager.places import Places, as_places
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch
-from dist_checkpointing.manager.tiers import Run
+from dist_checkpointing.manager.tiers import NoRoomError, Run
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.planning.save_plan import PlanCache
@@ -181,21 +181,12 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             CheckpointExistsError: if another manager has saved here since this one did.
             CheckpointingException: see ``save``; also if the disk is too full.
         """
-        watch = Stopwatch()
+        watch, given = Stopwatch(), {"comm": self._comm, "plan_cache": self._plan_cache}
         self.wait()
-        hooks, options = self._run.begin(step, metric, watch, {**self._save_options, **options})
         try:
-            save_with_hooks(
-                hooks,
-                state,
-                self._run.near.folder(step),
-                comm=self._comm,
-                sharded_strategy=self._strategy,
-                plan_cache=self._plan_cache,
-                **options,
-            )
+            self._save(save_with_hooks, state, step, metric, watch, {**given, **options})
         finally:
-            self._run.near.end_replacing()
+            self._run.end_replacing()
 
     def async_save(
         self,
@@ -221,18 +212,31 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """
         watch = Stopwatch()
         self.wait()
-        hooks, options = self._run.begin(step, metric, watch, {**self._save_options, **options})
-        handle = self._saver._save(  # noqa: SLF001 - hooks are not for users
-            hooks,
-            state,
-            self._run.near.folder(step),
-            sharded_strategy=self._strategy,
-            step=step,
-            capture=capture,
-            **options,
-        )
+        save = partial(self._saver._save, step=step, capture=capture)  # noqa: SLF001 - for hooks
+        handle: SaveHandle = self._save(save, state, step, metric, watch, options)
         watch.stop_blocking()
         return handle
+
+    def _save(
+        self,
+        write: Callable[..., Any],
+        state: ShardedStateDict | ShardedStateful,
+        step: int,
+        metric: SupportsFloat | None,
+        watch: Stopwatch,
+        options: Mapping[str, Any],
+    ) -> Any:
+        """Save a step to the nearest place that takes it."""
+        options = {**self._save_options, "sharded_strategy": self._strategy, **options}
+        begin = partial(self._run.begin, step, metric, watch)
+        hooks, folder, chosen = begin(options)
+        try:
+            return write(hooks, state, folder, **chosen)
+        except NoRoomError as error:
+            if self._comm.rank == 0:
+                logger.warning("step %d goes to the last place: %s", step, error)
+        hooks, folder, chosen = begin(options, has_room=False)
+        return write(hooks, state, folder, **chosen)
 
     def wait(self) -> None:
         """Wait for the asynchronous save in progress.
@@ -247,7 +251,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 raise
             logger.warning("training goes on without a checkpoint: %s", error)
         finally:
-            self._run.near.end_replacing()
+            self._run.end_replacing()
 
     def close(self) -> None:
         """Wait for the save in progress, and free the buffers and threads of the manager."""

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
@@ -85,6 +86,7 @@ class Copier:
         nearest, self._place = places
         self._num_copies = nearest.copies if disks.are_many else 0
         self._whole = whole
+        self._left = [*whole] if self._num_copies else []
         self.pending: Mapping[int, str] = {step: seal.attempt for step, seal in whole.items()}
         self.unsent: tuple[int, ...] = ()
         self._failed: dict[int, str] = {}
@@ -166,8 +168,12 @@ class Copier:
 
     def _do(self, task: _Task) -> None:
         """Do a task together with the other ranks. Collective."""
+        while self._left:  # by an earlier manager, perhaps before a machine was lost
+            self._send_to_peers(self._left.pop())
         if task.saved is not None and self._num_copies:
             self._send_to_peers(task.saved)
+            with self._changed:
+                self.unsent = self.unsent[1:]
         if task.required is not None:
             self._copy(task.required)
             return
@@ -202,7 +208,7 @@ class Copier:
                 stored = {*self._home.committed_steps()}
                 metrics = self._home.record().metrics | self._near.record().metrics
                 history = stored.intersection(self._home.history()) | wanted
-                newest, retention = {*sorted(wanted)[-1:]}, self._place.retention or Retention()
+                newest, retention = {*sorted(history)[-1:]}, self._place.retention or Retention()
                 dropped = {*retention.due(stored | wanted, newest, metrics, history).delete}
                 early = self._not_due(wanted, history - wanted)
                 given_up = abandoned | (wanted & dropped) | (early - newest)
@@ -332,35 +338,29 @@ class Copier:
         """Send what each machine has saved of a step to others. Collective."""
         folder, what = self._near.folder(step), f"copying step {step} to peers"
 
-        def look() -> tuple[str, set[int], bytes] | None:
-            try:
-                seal = read_seal(folder) if is_committed(folder) else None
-            except CorruptCheckpointError:
-                return None
-            if seal is None:
-                return None
-            rows = rows_held(folder, seal) if self._disks.leads else set[int]()
-            return seal.attempt, rows, seal.to_json() if self._comm.rank == 0 else b""
+        def look() -> tuple[str | None, set[int], bytes]:
+            name, seal = attempt_of(folder), None
+            with suppress(CorruptCheckpointError):
+                seal = read_seal(folder) if self._disks.leads and is_committed(folder) else None
+            return (
+                (name, set(), b"")
+                if seal is None
+                else (name, rows_held(folder, seal), seal.to_json())
+            )
 
         try:
             parts = self._comm.exchange(what, look)
-            first = parts[0]
-            found = [part for part in parts if part and first and part[0] == first[0]]
-            if first is None or len(found) < len(parts):
-                problem = "step %d has no copies at peers: not every disk has noted it"
-                logger.warning(problem, step)
+            known = next((part for part in parts if part[2]), None)
+            if known is None or any(part[0] not in (None, known[0]) for part in parts):
+                logger.warning("step %d has no copies at peers: the disks hold other saves", step)
                 return
-            files = [*Seal.from_json(first[2]).files.values()]
-            rows = [part[1] for part in found]
+            files, rows = [*Seal.from_json(known[2]).files.values()], [part[1] for part in parts]
             transfers = copies_to_peers(files, self._disks, rows, self._num_copies)
             send_files(self._comm, folder, transfers)
         except CheckpointingException as error:
             logger.warning("step %d has no copies at peers: %s", step, error)
             if isinstance(error, RankFailedError) and error.silent_ranks:
                 raise
-        finally:
-            with self._changed:
-                self.unsent = self.unsent[1:]
 
 
 class _Copy:

@@ -20,7 +20,7 @@ class Place:
     Attributes:
         path: Folder, or URL of an object store.
         every: A step is copied here if it has reached another multiple of this since the last step
-            that was. The nearest place takes each save, and leaves this out.
+            that was. A save goes to the nearest place that takes it, or else to the last one.
         retention: Which checkpoints are kept here; by default as the manager says.
         copies: On how many other machines the part of each is kept too, where each machine has a
             disk of its own. They are made behind the training. A machine is named by its host, or
@@ -70,10 +70,10 @@ def as_places(given: Places, retention: Retention) -> list[Place]:
     findings = []
     if not 1 <= len(listed) <= 2:
         findings.append(Finding("a run is kept in one place, or in two", found=len(listed)))
-    elif listed[0].every != 1:
+    elif len(listed) == 1 and listed[0].every != 1:
         found = f"{fspath(listed[0].path)}, every={listed[0].every}"
-        remedy = "Leave every= out of the first place; save as often as it should be written."
-        findings.append(Finding("the nearest place takes each save", found=found, remedy=remedy))
+        remedy = "Leave every= out; save as often as it should be written."
+        findings.append(Finding("the only place takes each save", found=found, remedy=remedy))
     elif len({str(as_location(place.path).absolute()) for place in listed}) < len(listed):
         findings.append(Finding("two places are one", found=fspath(listed[-1].path)))
     elif listed[-1].copies:

@@ -45,6 +45,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 _TRIES_OF_DISKS: Final = 2
 
 
+class NoRoomError(CheckpointingException):
+    """The nearest place has no room for a step."""
+
+
 class Run:
     """The checkpoints of one run, as one rank has them.
 
@@ -285,62 +289,89 @@ class Run:
         metric: SupportsFloat | None,
         watch: Stopwatch,
         options: Mapping[str, Any],
-    ) -> tuple[SaveHooks, dict[str, Any]]:
+        *,
+        has_room: bool = True,
+    ) -> tuple[SaveHooks, Path, dict[str, Any]]:
         """Record that this manager will write the folder of a step, before it exists. Collective.
 
-        Without ``overwrite`` the step must be above the one that the run has come to.
+        Without ``overwrite`` the step must be above the one that the run has come to. It goes to
+        the nearest place that is due and ``has_room``, or else to the last one.
 
         Returns:
-            What the save calls, and its options. It overwrites a checkpoint that a manager of this
-            run wrote and that is not in the history, or parts of a step that is nowhere whole. On a
-            disk such a checkpoint is set aside instead.
+            What the save calls, its folder, and its options. It overwrites a checkpoint that a
+            manager of this run wrote and that is not in the history, or parts of a step that is
+            nowhere whole. On a disk such a checkpoint is set aside instead. Where the nearest place
+            has no room for it, it raises NoRoomError before anything is written.
         """
         what, overwrite = "beginning a save", bool(options.get("overwrite", False))
-        if overwrite and self._copier is not None:
-            self._copier.require(None)  # what is replaced must not come into the store later
+        valid = Outcome.of(what, partial(_require_step, step))
+        is_near = has_room and self._is_due(step, valid)
+        if self._copier is not None and (overwrite or not is_near):
+            self._copier.require(None)  # what is replaced must not come there later
+        target, disks = self.near if is_near else self._home, None
         number, parent, is_ours, has_base, is_stored = self._comm.from_rank0(
-            what,
-            lambda: self._begin(step, metric, overwrite=overwrite),
-            after=Outcome.of(what, partial(_require_step, step)),
+            what, lambda: self._begin(target, step, metric, overwrite=overwrite), after=valid
         )
-        disks, folder = None, self.near.folder(step)
-        if self._num_disks > 1:
+        folder = target.folder(step)
+        if is_near and self._num_disks > 1:
             with self._comm.agreed("beginning a save on every disk"):
                 if self._leads and self._comm.rank:
                     _, is_ours = self.near.begin(step, parent)
             on_part = partial(self._part_committed, step)
             disks = Disks(str(self._home.folder(step)), self._leads, on_part)
-        at_end = partial(self._copier.copy, step) if self._copier else None
-        is_whole_on_disk = self.near.is_on_disk and not self._has_parts
-        sets_aside = is_ours and is_whole_on_disk and not overwrite
-        chosen = {**options, "overwrite": overwrite or (is_ours and not is_whole_on_disk)}
+        at_end = partial(self._copier.copy, step if is_near else None) if self._copier else None
+        is_whole = target.is_on_disk and not (is_near and self._has_parts)
+        sets_aside = is_ours and is_whole and not overwrite
+        chosen = {**options, "overwrite": overwrite or (is_ours and not is_whole)}
         if self._is_incremental:
-            chosen.setdefault("base", self.near.folder(parent) if has_base else None)
+            chosen.setdefault("base", target.folder(parent) if has_base else None)
 
         def check(index: Index) -> None:
             watch.num_bytes = index.num_bytes
             # How much a base leaves to write is known when its parts have been compared.
             has_base = chosen.get("base") is not None
-            check_room(folder, 0 if has_base else watch.num_bytes // self._num_disks)
+            num_disks = self._num_disks if is_near else 1
+            try:
+                check_room(folder, 0 if has_base else watch.num_bytes // num_disks)
+            except CheckpointingException as error:
+                if is_near and self._has_disks:
+                    raise NoRoomError(error.message, error.findings) from error
+                raise
             if sets_aside:
-                self.near.set_aside(step)
+                target.set_aside(step)
 
         def claimed(attempt: str) -> None:
-            self.near.claimed(step, number, parent, attempt)
-            if (
-                is_stored and overwrite and not self._comm.rank
-            ):  # the disks have something newer until it is copied
+            target.claimed(step, number, parent, attempt)
+            if is_stored and overwrite and not self._comm.rank:
+                # Until it is copied, the disks have something newer.
                 self._home.claimed(step, number, parent, attempt)
 
         def committed() -> None:
-            saved = watch.saved(step, self.best_place(step), number)
-            self._committed(step)
+            saved = watch.saved(step, folder, number)
+            self._committed(target, step)
             call_hooks(self._on_saved, saved)
 
-        return SaveHooks(check, claimed, committed, disks, at_end), chosen
+        return SaveHooks(check, claimed, committed, disks, at_end), folder, chosen
+
+    def _is_due(self, step: int, valid: Outcome[None]) -> bool:
+        """Whether the nearest place takes a step. Collective."""
+        place = self._places[0]
+        if not self._has_disks or place.every == 1:
+            return True
+
+        def is_due() -> bool:
+            record = self.near.record()
+            return place.is_due(step, next(iter(record.history(record.steps)), None))
+
+        return self._comm.from_rank0("choosing a place", is_due, after=valid)
+
+    def end_replacing(self) -> None:
+        """Do what is left of a save that has set something aside, and has ended."""
+        for folder in self._folders:
+            folder.end_replacing()
 
     def _begin(
-        self, step: int, metric: SupportsFloat | None, *, overwrite: bool
+        self, target: RunFolder, step: int, metric: SupportsFloat | None, *, overwrite: bool
     ) -> tuple[float | None, int, bool, bool, bool]:
         """Begin a save on rank 0.
 
@@ -356,13 +387,13 @@ class Run:
             newest = next(sound, None) if self.damaged else self.latest()
         if newest is not None and step <= newest and not overwrite:
             raise self._not_above(step, newest)
-        is_stored = self._has_disks and is_committed(home.folder(step))
+        is_stored = target is not home and is_committed(home.folder(step))
         if is_stored and not home.wrote(step, home.record()):
             finding = Finding("no manager of this root wrote it", path=str(home.folder(step)))
             raise CheckpointExistsError(f"step {step} is in the store already", [finding])
-        parent, is_ours = self.near.begin(step, newest)
+        parent, is_ours = target.begin(step, newest)
         can_share = self._is_incremental and parent != NO_STEP
-        has_base = can_share and is_committed(self.near.folder(parent))
+        has_base = can_share and is_committed(target.folder(parent))
         return None if math.isnan(number) else number, parent, is_ours, has_base, is_stored
 
     def _not_above(self, step: int, newest: int) -> CheckpointingException:
@@ -387,15 +418,15 @@ class Run:
                 self._copier.keep(step)
             self.near.committed(step)
 
-    def _committed(self, step: int) -> None:
-        """Move the pointer, and copy the step or let it be copied."""
+    def _committed(self, target: RunFolder, step: int) -> None:
+        """Move the pointer, and let the step be copied."""
         self.position = step
-        if self._copier is not None:
+        if self._copier is not None and target is self.near:
             with tolerant(f"the store has steps that step {step} has not grown from"):
                 self._home.go_back_with(self.near.record())
             self._copier.keep(step)
         self.damaged.discard(step)
-        self.near.committed(step)
+        target.committed(step)
 
     def loaded(self, step: int, *, is_newest: bool) -> None:
         """Note that the run goes on from a step.

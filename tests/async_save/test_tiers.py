@@ -22,7 +22,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
-from faults import counted_requests, replaced
+from faults import counted_requests, full_disk, replaced
 from stores import new_url
 
 
@@ -221,11 +221,50 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
         dc.CheckpointManager([tmp_path])  # type: ignore[list-item]
 
 
-def test_the_nearest_place_takes_each_save(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormatError, match="nearest place takes each save"):
-        dc.CheckpointManager([dc.Place(tmp_path, every=10), dc.Place(new_url())])
+def test_a_place_takes_what_is_due_there(tmp_path: Path) -> None:
+    root = new_url()
+    places = [dc.Place(tmp_path, every=10), dc.Place(root, every=1000)]
+    with dc.CheckpointManager(places) as manager:
+        for step in (10, 15, 20, 27):  # 15 and 27 are for no place but the last
+            manager.save(step, state(step))
+            assert manager.folder(step).parent == (tmp_path if step % 10 == 0 else manager.root)
+        assert manager.latest() == 27
+    assert steps_in(root) == ["step-00000010", "step-00000015", "step-00000027"]
+    with dc.CheckpointManager(places) as manager:
+        assert (manager.steps(), manager.load(state(0))["value"]) == ([10, 15, 20, 27], 27)
+        assert manager.load(state(0), 20)["value"] == 20
+        manager.save(30, state(30))
+        assert manager.latest() == 30
+    with dc.CheckpointManager(places) as manager:
+        assert manager.load(state(0))["value"] == 30
     with pytest.raises(ValueError, match="every must be at least 1, not 0"):
         dc.Place(tmp_path, every=0)
+    with pytest.raises(UnsupportedFormatError, match="the only place takes each save"):
+        dc.CheckpointManager([dc.Place(tmp_path, every=10)])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_the_nearest_place_has_no_room_for_goes_to_the_last(
+    tmp_path: Path, is_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = new_url()
+    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
+        save = manager.async_save if is_async else manager.save
+        save(1, state(1))
+        manager.wait()
+        with full_disk():
+            save(2, state(2))
+            manager.wait()
+        assert "step 2 goes to the last place" in caplog.text
+        assert "not enough free space" in caplog.text
+        save(3, state(3))
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-00000001",
+        "step-00000003",
+    ]
+    assert steps_in(root) == [f"step-0000000{step}" for step in (1, 2, 3)]
+    with dc.CheckpointManager(root) as manager:
+        assert manager.load(state(0), 2)["value"] == 2
 
 
 def test_the_store_gets_the_steps_that_are_due_there_and_the_last_one(tmp_path: Path) -> None:

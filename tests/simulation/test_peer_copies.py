@@ -134,6 +134,25 @@ def test_a_step_that_is_on_the_disks_alone_survives_a_lost_machine(lost: str) ->
     played(act)
 
 
+def test_a_restart_makes_the_copies_that_a_lost_machine_took_with_it() -> None:
+    def act(made: Cluster) -> None:
+        made.train(1, is_copied=True)
+        made.train(2, is_copied=False)
+        made.lose("node1")
+
+        def resume(comm: Comm) -> None:
+            manager = CheckpointManager(made.places, comm=comm)
+            assert manager.load(state_of(comm, 0))["value"] == 2
+            time.sleep(60)
+
+        with store_down(at=lambda name, key: name.startswith("put") and "/data/" in key):
+            made.on(resume)
+        made.lose("node2")  # which had what node1 wrote
+        assert made.load()[0] == 2
+
+    played(act)
+
+
 def test_two_lost_neighbours_leave_what_the_store_has() -> None:
     def act(made: Cluster) -> None:
         made.train(1, is_copied=True)
