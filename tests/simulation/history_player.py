@@ -26,6 +26,8 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import RankFailedError
+from dist_checkpointing.filesystem.location import as_location
+from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.testing.simulation.scheduler import StuckError
 from dist_checkpointing.testing.simulation.world import OWN, SHARED, Launch, World
 from flipped_bits import FlippedBit
@@ -467,11 +469,16 @@ class Player:
         if not {value for _, value in given} <= {*values, None}:
             raise ViolationError(f"{flipped.path} was damaged, and {given} was loaded")
         is_found = value is None or not any(part in flipped.path for part in _NOT_ALL_CHECKED)
-        if is_found and step in valid:
+        if is_found and step in valid and self._is_part_of(flipped.path, path):
             raise ViolationError(f"{flipped.path} was damaged, and step {step} is said to be valid")
         self._note_verified(valid.pop() if len(valid) == 1 else None)
         if self.training is not None:
             self._end(self.training)
+
+    def _is_part_of(self, path: str, checkpoint: str) -> bool:
+        """Whether a file is not one that a replaced save has left."""
+        found = self.world.launch(1, lambda _: data_folder(as_location(checkpoint)), name="reader")
+        return path.startswith(str(found.results[0]))
 
     def _note_verified(self, step: int | None) -> None:
         """Note that a step was verified; None if it is not known which are."""

@@ -17,6 +17,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.storage.progress import Progress
+from dist_checkpointing.testing.simulation.scheduler import Process
 from dist_checkpointing.testing.simulation.world import Fault, Launch, World
 from run_states import ViolationError
 
@@ -44,6 +45,8 @@ class Rivals:
     state_of: Callable[[Comm, int | None], dict[str, Any]]
     value_of: Callable[[Any], int]
     may_be: set[int | None] = field(default_factory=lambda: {None})
+    left: list[Process] = field(default_factory=list)
+    """What was frozen, and may hold a lock until it goes on."""
 
     def save(
         self, dice: random.Random, values: Callable[[], int], faults: Sequence[Fault], *, calm: bool
@@ -56,6 +59,10 @@ class Rivals:
             ViolationError: if two have saved without ``overwrite``, one has ended another, a reader
                 got what nobody has saved, or nothing at all was saved.
         """
+        self.left = [
+            process for process in self.left if process.frozen_until > self.world.scheduler.now
+        ]
+        calm = calm and not self.left
         overwrite = dice.random() < 0.5
         tried = [[values() for _ in range(_TRIES)] for _ in range(dice.choice([1, 2, 2, 3]))]
         done: list[list[int]] = [[] for _ in tried]
@@ -76,6 +83,7 @@ class Rivals:
         for launch in (*launches, reader):
             self.world.wait_for(launch)
         self.world.arm(())
+        self.left += (process for launch in launches for process in launch.processes)
         for launch in launches:
             for error in launch.results.values():
                 if isinstance(error, Exception):
