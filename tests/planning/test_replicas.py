@@ -134,19 +134,6 @@ def test_one_flipped_bit_is_found_and_nothing_written(
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("backend", ["tensorstore", "torch_dist"])
-def test_equal_replicas_are_saved(tmp_path: Path, backend: str) -> None:
-    state = with_one_flip(grid, torch.float32, -1, 0)
-
-    def run(comm: Comm) -> None:
-        for check in dc.ReplicaCheck:
-            dc.save(state(comm), tmp_path / check.value, backend, comm=comm, replicas=check)
-
-    run_ranks(RANKS, run)
-    whole = dc.load({"w": shard("w", torch.zeros(8, 16))}, tmp_path / "all")
-    assert torch.equal(whole["w"].view(torch.uint8), FULL)
-
-
 def test_several_parts_and_ranks_at_once(tmp_path: Path) -> None:
     def state(comm: Comm) -> dict[str, Any]:
         own = grid(torch.zeros(8, 16), comm)
