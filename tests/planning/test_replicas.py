@@ -267,39 +267,25 @@ def test_what_has_no_main_replica_is_refused_as_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plans_once", [False, True])
-def test_who_holds_copies_is_found_once_and_the_values_of_now_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans_once: bool
+def test_the_values_of_now_are_compared_although_it_is_known_who_holds_copies(
+    tmp_path: Path, plans_once: bool
 ) -> None:
     """Also with a plan cache, and where replicas share the work."""
 
-    def run(comm: Comm) -> list[list[str]]:
-        steps: list[list[str]] = []
-        exchange = comm.exchange_bytes
-
-        def noted(step: str, *others: Any) -> Any:
-            steps[-1].append(step)
-            return exchange(step, *others)
-
-        monkeypatch.setattr(comm, "exchange_bytes", noted)
+    def run(comm: Comm) -> None:
         options: Any = {"comm": comm, "replicas": dc.ReplicaCheck.ALL}
         if plans_once:
             own_strategy = FullyParallelSaveStrategyWrapper(TensorStoreSaveShardedStrategy())
             options |= {"plan_cache": dc.PlanCache(), "sharded_strategy": own_strategy}
         own = grid(FULL.view(torch.float32), comm)
         for number in range(3):
-            steps.append([])
             if number == 2 and comm.rank == 15:
                 flip(own, 3)
             differs = pytest.raises(dc.InvalidShardingError, match="other values on rank 15")
             with differs if number == 2 else nullcontext():
                 dc.save({"w": own}, tmp_path / f"{number}", **options)
-        return steps
 
-    for first, second, third in run_ranks(RANKS, run):
-        assert "describing the shards" in first
-        assert "describing the shards" not in second
-        assert third[-1] == "comparing replicas"
-        assert plans_once or third == ["planning the save", "comparing replicas"]
+    run_ranks(RANKS, run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
