@@ -161,36 +161,27 @@ def in_threads(action: Callable[[int], None]) -> None:
         raise errors[0]
 
 
-def test_threads_share_a_saver(tmp_path: Path) -> None:
-    saver = AsyncSaver()
-
-    def one(number: int) -> None:
-        for turn in range(3):
-            step = 10 * number + turn
-            saver.save(at_step(step), tmp_path / str(step)).result(PATIENCE_SECONDS)
-
-    in_threads(one)
-    saver.close()
-    for number in range(THREADS):
-        for turn in range(3):
-            assert_at_step(tmp_path / str(10 * number + turn), 10 * number + turn)
-
-
-def test_threads_share_the_saver_of_their_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_process", [False, True])
+def test_threads_share_a_saver(tmp_path: Path, *, of_process: bool) -> None:
+    """One that a user has made, or that of their process, of which all of them find none."""
     comm = SingleProcess()
     kept = dict(comm.kept)
-    comm.kept.clear()  # all of them find none
+    comm.kept.clear()
+    saver = AsyncSaver()
+    save_behind = async_save if of_process else saver.save
 
     def one(number: int) -> None:
-        async_save(at_step(number), tmp_path / str(number)).result(PATIENCE_SECONDS)
+        for step in range(number, 3 * THREADS, THREADS):
+            save_behind(at_step(step), tmp_path / str(step)).result(PATIENCE_SECONDS)
 
     try:
         in_threads(one)
-        assert sum(isinstance(value, AsyncSaver) for value in comm.kept.values()) == 1
+        assert sum(isinstance(value, AsyncSaver) for value in comm.kept.values()) == of_process
     finally:
         comm.kept.update(kept)
-    for number in range(THREADS):
-        assert_at_step(tmp_path / str(number), number)
+    saver.close()
+    for step in range(3 * THREADS):
+        assert_at_step(tmp_path / str(step), step)
 
 
 def test_a_thread_is_waited_for_until_it_has_let_go_of_its_work() -> None:

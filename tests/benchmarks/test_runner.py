@@ -18,7 +18,7 @@ import bench
 from cases import CASES, SPEED_COLUMNS, SPEED_ROWS
 from goals import Report, as_fast, at_most, judge, law, predicted, series_of
 from real_ranks import run_script
-from report import case_table, draw, goals_table, markdown
+from report import case_table, goals_table, markdown
 from runner import Case, Settings, SkippedError, Stage, Way, run_case
 from world import WayFailedError, World
 
@@ -187,17 +187,6 @@ def test_a_case_that_breaks_is_shown_and_the_others_run(tmp_path: Path) -> None:
     assert reports["bf16"]["ways"] == []
     assert reports["plan-again"]["ways"][0]["failed"] is None
     assert large.title in markdown(reports, [])
-
-
-def test_the_picture_has_bars_and_lines(tmp_path: Path) -> None:
-    way: dict[str, Any] = {"family": "ours", "detail": "", "once": {}, "failed": None}
-    bars = [{**way, "name": name, "point": None, "rounds": {"save s": [1.0]}} for name in "ab"]
-    lines = [
-        {**way, "name": str(n), "point": n, "rounds": {"save plan s": [float(n)]}} for n in (1, 2)
-    ]
-    reports = [{"name": "a", "title": "", "ways": bars}, {"name": "b", "title": "", "ways": lines}]
-    draw(reports, tmp_path / "all.png")
-    assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
 # What the benchmarks make of their numbers.

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from typer.testing import CliRunner
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import ChunkGrid
 from dist_checkpointing.tools import app
-from dist_checkpointing.tools.map import palette, render_page
+from dist_checkpointing.tools.map import render_page
 from states import BACKEND, between, flat, save_on, shard
 
 RUNNER = CliRunner()
@@ -175,11 +174,3 @@ def test_no_key_breaks_out_of_the_page_and_it_loads_nothing() -> None:
     assert not re.search(r"<(link|img|iframe|object|base)\b|\s(src|href|action)\s*=", without_code)
     assert not re.search(r"https?://|//[a-z]+\.|@import|url\(", text)
     assert "default-src 'none'" in text
-
-
-def test_colours_are_distinct() -> None:
-    for count in (1, 8, 9, 100):
-        colours = palette(count)
-        assert len(set(colours)) == len(colours) == count
-        assert all(a != b for a, b in pairwise(colours))
-        assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import dist_checkpointing
-from chaos_course import Course, Ending, Mayhem
+from chaos_course import Course, Mayhem
 from chaos_life import ChaosError, Job, Kill, Life, Story
-from chaos_report import summary_table
 from damage import damage
 from dist_checkpointing import CheckpointManager
 from dist_checkpointing.comm import SingleProcess
@@ -108,26 +107,6 @@ def test_a_lost_checkpoint_is_seen(
     mayhem = Mayhem(world_size=2, random=random.Random(1), kills=0, deadline=0.0)
     with pytest.raises(ChaosError, match=words):
         mayhem.run(course, {2: (1.0).hex()} if told.resumed else None, lambda _: None)
-
-
-def test_the_table_counts(tmp_path: Path) -> None:
-    undisturbed = Course(Job(tmp_path, "zarr", 2, 1))
-    alone = Story([SIGKILL, 1], None, [], [(1, "0x1p+0")], {1: "RankFailedError: gone"}, "rank")
-    killed = Ending(alone, Kill("rank", 0, "meeting", 1.0), was_saving=True)
-    resumed = Story([0, 0], 1, [(2, "step-2 is not a distributed checkpoint")], [(2, "0x1p+0")])
-    endings = [killed, Ending(resumed, None, was_saving=False)]
-    course = Course(Job(tmp_path, "zarr", 2, 1), endings=endings, verified=3)
-    table = summary_table(undisturbed, [course], 1.0)
-    cells = zip(*(list(column.cells) for column in table.columns), strict=True)
-    counts = {str(name).strip(): str(count) for name, count, _ in cells}
-    assert counts["killed with SIGKILL"] == counts["one rank"] == "1"
-    assert counts["with a save under way"] == "1"
-    assert counts["ranks that survived"] == counts["ended with RankFailedError"] == "1"
-    assert counts["resumed from the newest commit"] == "1"
-    assert counts["killed before their first step"] == "0"
-    assert counts["killed before the commit"] == "1"
-    assert counts["losses compared, bit for bit"] == "2"
-    assert counts["checkpoints left, read in full"] == "3"
 
 
 def _fail_on_rank_1(job: str, ranks: Ranks, tell: Tell) -> None:

@@ -1,6 +1,5 @@
 """``make examples``: it knows every example, and says which fail."""
 
-import argparse
 import importlib.util
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ from types import ModuleType
 import pytest
 
 import dist_checkpointing
-import harness
 
 SCRIPT = Path(dist_checkpointing.__file__).parents[1] / "examples" / "run_all.py"
 
@@ -52,30 +50,3 @@ def test_cheap_examples_run_and_one_that_fails_is_named(
     assert said.startswith("good ")
     assert "bad                  FAILED: python -c raise(KeyError(7))" in said
     assert "KeyError: 7" in said
-
-
-def test_the_last_run_of_the_demo_has_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    parser = argparse.ArgumentParser()
-    for name in ("first", "second"):
-        monkeypatch.setattr(harness, "datetime", _Clock(name))
-        folder = harness.output_folder(parser, None)
-        assert Path("demo-output/latest").resolve() == folder.resolve()
-    harness.output_folder(parser, None, "chaos-")
-    assert Path("demo-output/latest").resolve().name == "second"
-
-
-class _Clock:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def now(self) -> "_Clock":
-        return self
-
-    def astimezone(self) -> "_Clock":
-        return self
-
-    def __format__(self, pattern: str) -> str:
-        return self.name

@@ -11,7 +11,7 @@ import torch
 from dist_checkpointing import Checkpoint, save
 from dist_checkpointing.checkpoint.partial_reads import PartialReads
 from dist_checkpointing.tools.diff import compare_checkpoints
-from dist_checkpointing.tools.values import statistics_of_part, stream_statistics
+from dist_checkpointing.tools.values import Statistics, statistics_of_part, stream_statistics
 from states import shard
 
 ROWS, COLUMNS = 64, 100
@@ -22,18 +22,27 @@ def compare(checkpoint: Checkpoint) -> None:
     assert compare_checkpoints(checkpoint, checkpoint, memory_bytes=2 * BUDGET).is_same
 
 
+def assert_of(found: Statistics, values: torch.Tensor) -> None:
+    least, most = values.min().item(), values.max().item()
+    assert (found.count, found.minimum, found.maximum) == (values.numel(), least, most)
+    assert found.mean == pytest.approx(values.double().mean().item())
+    assert found.std == pytest.approx(values.double().std(unbiased=False).item())
+
+
 def scan(checkpoint: Checkpoint) -> None:
-    assert stream_statistics(checkpoint, ["w"], memory_bytes=BUDGET)["w"].count == ROWS * COLUMNS
+    found = stream_statistics(checkpoint, ["w"], memory_bytes=BUDGET)["w"]
+    assert_of(found, checkpoint["w"][...])
 
 
 def look_at_every_other(checkpoint: Checkpoint) -> None:
     slices = (slice(None, None, 2), slice(None))
     found = statistics_of_part(checkpoint["w"], slices, memory_bytes=BUDGET)
-    assert found.count == ROWS * COLUMNS // 2
+    assert_of(found, checkpoint["w"][::2])
 
 
 def look_at_all(checkpoint: Checkpoint) -> None:
-    assert statistics_of_part(checkpoint["w"], memory_bytes=BUDGET).count == ROWS * COLUMNS
+    found = statistics_of_part(checkpoint["w"], memory_bytes=BUDGET)
+    assert_of(found, checkpoint["w"][...])
 
 
 @pytest.mark.parametrize(

@@ -268,13 +268,28 @@ def test_everything_that_does_not_fit_is_reported_at_once(tmp_path: Path) -> Non
     assert all(name in str(error) for name in ("o/shard_2_3", "a/shard_0_1"))
 
 
-def test_a_template_nested_otherwise_than_the_common_state_is_a_mismatch(tmp_path: Path) -> None:
-    dc.save({"a": {"b": 5}, "w": rows("w")}, tmp_path)
+@pytest.mark.parametrize(
+    ("saved", "template", "where"),
+    [
+        ({"a": {"b": 5}}, {"a": {"b": rows("w")}}, "state_dict['a']['b']"),
+        ({"a": torch.zeros(100)}, {"a": rows("w")}, "state_dict['a']"),
+        ({"a": {"b": 5}}, {"a": [rows("w")]}, "state_dict['a']"),
+        ({"a": [1, 2, 3]}, {"a": [rows("w"), 1]}, "state_dict['a']"),
+        ({1: {(2, "x"): [1, 2]}}, {1: {(2, "x"): [1, rows("w")]}}, "state_dict[1][(2, 'x')][1]"),
+    ],
+)
+def test_a_template_nested_otherwise_than_the_common_state_is_a_mismatch(
+    tmp_path: Path, saved: Any, template: Any, where: str
+) -> None:
+    dc.save({**saved, "w": rows("w")}, tmp_path)
     with pytest.raises(dc.StateMismatchError, match="nested differently") as raised:
-        dc.load({"a": {"b": rows("w")}}, tmp_path)
-    assert "state_dict['a']['b']" in str(raised.value)
-    with pytest.raises(dc.StateMismatchError, match="nested differently"):
-        dc.load({"a": [rows("w")]}, tmp_path)
+        dc.load(template, tmp_path)
+    (finding,) = raised.value.findings
+    assert f"{where} " in str(raised.value)
+    assert len(str(raised.value)) < 500  # which prints no values of tensors
+    assert finding.expected
+    assert finding.found
+    assert finding.remedy
 
 
 # A state dict that cannot be saved: no rank writes anything.
@@ -282,6 +297,7 @@ def test_a_template_nested_otherwise_than_the_common_state_is_a_mismatch(tmp_pat
 BadState = Callable[[int], dict[str, Any]]
 
 BITS: dict[str, Any] = {"data": torch.empty(1, dtype=torch.bits8), "dtype": torch.bits8}
+INTS: dict[str, Any] = {"data": torch.ones(1, dtype=torch.int8), "dtype": torch.int8}
 
 BAD_STATES: dict[str, tuple[BadState, list[str]]] = {
     "a gap": (
@@ -315,6 +331,17 @@ BAD_STATES: dict[str, tuple[BadState, list[str]]] = {
     "an object cell too few": (
         lambda rank: {"o": cell("o", rank, 4)},
         ["'o'", "no ShardedObject holds", "(3,) .. (4,)"],
+    ),
+    "an object cell twice": (
+        lambda rank: {"o": cell("o", min(rank, 1), 2)},
+        ["'o'", "2 ShardedObjects hold this part", "ranks 1, 2"],
+    ),
+    "shapes and dtypes that differ between ranks, beside a gap": (
+        lambda rank: {
+            "w": [box("shape", rank, rank + 1, 3 + rank // 2), box("gap", rank, rank + 1, 4)],
+            "v": box("dtype", rank, rank + 1, 3, **(INTS if rank == 1 else {})),
+        },
+        ["'shape': the global shape", "'dtype': the dtype", "found int8; rank 1", "'gap': no"],
     ),
     "a tensor on one rank and an object on another": (
         lambda rank: {"x": cell("both") if rank == 1 else rows("both", replica_id=rank)},

@@ -1,5 +1,9 @@
-"""Any save grid to any load grid. The oracle is the plain full tensor, compared bit by bit."""
+"""Any save grid to any load grid. The oracle is the plain full tensor, compared bit by bit.
 
+Files are mapped or read, with small buffers, over gaps of any size, from a disk or a store.
+"""
+
+import copy
 import functools
 import itertools
 import math
@@ -8,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import pytest
 import torch
@@ -17,14 +20,19 @@ from hypothesis import given, strategies as st
 import dist_checkpointing as dc
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.filesystem import ranged_reads
 from dist_checkpointing.format import Box
 from dist_checkpointing.mapping import DTYPES, ReplicaId
 from dist_checkpointing.planning import WholeShardLayout, resharding
+from dist_checkpointing.storage import ReadMode, StorageOptions
 from dist_checkpointing.strategies import (
+    StrategyAction,
     Zarr3SaveShardedStrategy,
     ZarrSaveShardedStrategy,
     ZarrV2Writer,
+    chunk_reads,
 )
+from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.testing import random_bits, run_ranks
 from simulated_groups import TinyChunks
 from states import wholes
@@ -164,11 +172,14 @@ def save_cases(cases: Sequence[Case], world_size: int, folder: Path, file_format
 
 
 def check_load(
-    cases: Sequence[Case], world_size: int, folder: Path | str, reader: str | None = None
+    cases: Sequence[Case], world_size: int, folder: Path | str, reader: str | None, options: Any
 ) -> None:
     """Load what every rank wants, and compare each part with the full tensor."""
+    backend = dc.Checkpoint.open(folder).backend
 
     def load_rank(comm: Comm) -> None:
+        reading: Any = copy.copy(select_strategy(StrategyAction.LOAD_SHARDED, reader, backend))
+        reading.options = options
         parts = [(c, p) for c in cases for p in c.wanted if p.rank == comm.rank]
         leaves, memories = [], []
         for case, part in parts:
@@ -178,7 +189,7 @@ def check_load(
                 given, memory = allocate(shape, case.dtype, part.memory)
             leaves.append(leaf(case, part, given))
             memories.append(memory)
-        loaded: Any = load({"leaves": leaves}, folder, reader, comm=comm)
+        loaded: Any = load({"leaves": leaves}, folder, reading, comm=comm)
         if not leaves:
             return
         for (case, part), asked, memory, got in zip(
@@ -341,37 +352,51 @@ def worlds(draw: st.DrawFn) -> tuple[int, int, list[Case]]:
     return save_size, load_size, draw(cases(save_size, load_size))
 
 
-def check_world(
-    file_format: str,
-    world: tuple[int, int, list[Case]],
-    reader: str | None = None,
-    *,
-    in_store: bool = False,
-    most_pairs: int = resharding._MOST_PAIRS,
-) -> None:
-    save_size, load_size, tensors = world
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "checkpoint"
-        save_cases(tensors, save_size, folder, file_format)
-        place = copied_up(folder, new_url()) if in_store else folder
-        with mock.patch.object(resharding, "_MOST_PAIRS", most_pairs):
-            check_load(tensors, load_size, place, reader)
-        check_whole(tensors, place)
+OPTIONS = st.builds(
+    StorageOptions,
+    read_mode=st.sampled_from(ReadMode),
+    buffer_bytes=st.sampled_from([1, 64, 2**20]),
+    threads=st.sampled_from([1, 2]),
+)
+GAPS = [
+    (chunk_reads, "_MOST_GAP_BYTES"),
+    (chunk_reads, "_MOST_MAPPED_GAP_BYTES"),
+    (ranged_reads.StoreFile, "most_gap"),
+]
 
 
-@examples(80)
+@examples(100)
 @given(
     world=worlds(),
     file_format=st.sampled_from([*FORMATS, "tensorstore", "torch_dist"]),
     by_tensorstore=st.booleans(),
+    options=OPTIONS,
+    in_store=st.sampled_from([False, False, True]),
     most_pairs=st.sampled_from([1, 7, resharding._MOST_PAIRS]),
+    most_gap=st.sampled_from([0, 4, 8, 24, 2**16]),
 )
 def test_any_save_grid_loads_into_any_load_grid(
-    file_format: str, world: tuple[int, int, list[Case]], *, by_tensorstore: bool, most_pairs: int
+    file_format: str,
+    world: tuple[int, int, list[Case]],
+    *,
+    by_tensorstore: bool,
+    options: StorageOptions,
+    in_store: bool,
+    most_pairs: int,
+    most_gap: int,
 ) -> None:
     """TensorStore also reads what the zarr backends have written; planned at once, or in parts."""
-    is_read = by_tensorstore and file_format != "torch_dist"
-    check_world(file_format, world, "tensorstore" if is_read else None, most_pairs=most_pairs)
+    save_size, load_size, tensors = world
+    reader = "tensorstore" if by_tensorstore and file_format != "torch_dist" else None
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name) / "checkpoint"
+        save_cases(tensors, save_size, folder, file_format)
+        place = copied_up(folder, new_url()) if in_store else folder
+        patch.setattr(resharding, "_MOST_PAIRS", most_pairs)
+        for owner, gap in GAPS:
+            patch.setattr(owner, gap, most_gap)
+        check_load(tensors, load_size, place, reader, options)
+        check_whole(tensors, place)
 
 
 @pytest.mark.parametrize("file_format", BACKENDS)

@@ -18,8 +18,6 @@ import torch
 import dist_checkpointing as dc
 from dist_checkpointing.filesystem import ObjectPath, ObjectStoreOptions, file_writer
 from dist_checkpointing.format import data_folder, read_seal
-from dist_checkpointing.storage import StorageOptions
-from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from faults import store_requests
 from s3_proxy import Fault, proxy_before
 from stores import new_url
@@ -252,10 +250,3 @@ def test_what_is_for_disks_only_is_refused(tmp_path: Path) -> None:
     dc.save(big_state(), url)
     with pytest.raises(dc.UnsupportedFormatError, match="object store"):
         dc.save(big_state(), tmp_path / "next", base=url)
-
-
-def test_options_of_the_writer_hold(s3_place: ObjectPath) -> None:
-    """A budget far below the size of the state, and one thread."""
-    options = StorageOptions(threads=1, buffer_bytes=2**20)
-    dc.save(big_state(), s3_place, TensorStoreSaveShardedStrategy(options=options))
-    require_big(dc.load(big_state(empty=True), s3_place))

@@ -260,6 +260,14 @@ HOSTILE_LOADS: dict[str, Spoil] = {
     "a codec nobody knows": lambda c: c.update(codec="snappy"),
     **SPOILT,
 }
+VERIFIED = {
+    "a piece twice, another lost": [
+        "'cut': the stored pieces do not make it up once: 2 shards hold this part",
+        "'cut': the stored pieces do not make it up once: no shard holds this part",
+    ],
+    "a larger tensor": ["'grid': there are no checksums for all of it", "index.json"],
+}
+"""What a look through the whole checkpoint says of some."""
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +299,8 @@ def test_a_spoilt_index_never_yields_tensors(tmp_path: Path, checkpoint: Path, n
     HOSTILE_LOADS[name](content)
     (folder / INDEX_NAME).write_bytes(sealed(content))
     for read in (dc.load_plain_tensors, dc.verify_checkpoint):
-        with pytest.raises(dc.CheckpointingException):
+        with pytest.raises(dc.CheckpointingException) as raised:
             read(folder)
+    for words in VERIFIED.get(name, ()):
+        assert words in str(raised.value)
     assert {path.name for path in tmp_path.iterdir()} == {"c"}

@@ -134,19 +134,6 @@ def test_one_flipped_bit_is_found_and_nothing_written(
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("backend", ["tensorstore", "torch_dist"])
-def test_equal_replicas_are_saved(tmp_path: Path, backend: str) -> None:
-    state = with_one_flip(grid, torch.float32, -1, 0)
-
-    def run(comm: Comm) -> None:
-        for check in dc.ReplicaCheck:
-            dc.save(state(comm), tmp_path / check.value, backend, comm=comm, replicas=check)
-
-    run_ranks(RANKS, run)
-    whole = dc.load({"w": shard("w", torch.zeros(8, 16))}, tmp_path / "all")
-    assert torch.equal(whole["w"].view(torch.uint8), FULL)
-
-
 def test_several_parts_and_ranks_at_once(tmp_path: Path) -> None:
     def state(comm: Comm) -> dict[str, Any]:
         own = grid(torch.zeros(8, 16), comm)
@@ -280,39 +267,25 @@ def test_what_has_no_main_replica_is_refused_as_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plans_once", [False, True])
-def test_who_holds_copies_is_found_once_and_the_values_of_now_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans_once: bool
+def test_the_values_of_now_are_compared_although_it_is_known_who_holds_copies(
+    tmp_path: Path, plans_once: bool
 ) -> None:
     """Also with a plan cache, and where replicas share the work."""
 
-    def run(comm: Comm) -> list[list[str]]:
-        steps: list[list[str]] = []
-        exchange = comm.exchange_bytes
-
-        def noted(step: str, *others: Any) -> Any:
-            steps[-1].append(step)
-            return exchange(step, *others)
-
-        monkeypatch.setattr(comm, "exchange_bytes", noted)
+    def run(comm: Comm) -> None:
         options: Any = {"comm": comm, "replicas": dc.ReplicaCheck.ALL}
         if plans_once:
             own_strategy = FullyParallelSaveStrategyWrapper(TensorStoreSaveShardedStrategy())
             options |= {"plan_cache": dc.PlanCache(), "sharded_strategy": own_strategy}
         own = grid(FULL.view(torch.float32), comm)
         for number in range(3):
-            steps.append([])
             if number == 2 and comm.rank == 15:
                 flip(own, 3)
             differs = pytest.raises(dc.InvalidShardingError, match="other values on rank 15")
             with differs if number == 2 else nullcontext():
                 dc.save({"w": own}, tmp_path / f"{number}", **options)
-        return steps
 
-    for first, second, third in run_ranks(RANKS, run):
-        assert "describing the shards" in first
-        assert "describing the shards" not in second
-        assert third[-1] == "comparing replicas"
-        assert plans_once or third == ["planning the save", "comparing replicas"]
+    run_ranks(RANKS, run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 

@@ -1,11 +1,10 @@
 """A run of checkpoints on an S3 server, as a training keeps it and as a person looks at it."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from dist_checkpointing import Checkpoint, CheckpointManager, Retention, load
+from dist_checkpointing import Checkpoint, CheckpointManager, Retention
 from s3_servers import Server
 from samples import Run
 from store_saves import numbered
@@ -40,20 +39,3 @@ def test_an_error_says_what_the_answer_of_the_store_means(url: str, dckpt: Run) 
 def test_a_server_that_is_away_is_named(server: Server) -> None:
     with pytest.raises(OSError, match=r"the server cannot be reached; the last answer was: .*:9/"):
         Checkpoint.open(server.place("http://127.0.0.1:9"))
-
-
-def test_every_command_takes_its_url(url: str, dckpt: Run, tmp_path: Path) -> None:
-    manager = CheckpointManager(url)
-    manager.save(1, numbered(1))
-    manager.save(2, numbered(2))
-    one, two = f"{url}/step-00000001", f"{url}/step-00000002"
-    assert "w" in dckpt("ls", one).out
-    assert "64" in dckpt("show", one, "w").out
-    assert dckpt("verify", one).code == 0
-    assert dckpt("diff", one, one).code == 0
-    assert dckpt("diff", one, two).code == 1
-    assert dckpt("convert", two, str(tmp_path / "down"), "--to", "zarr").code == 0
-    assert load(numbered(-1), tmp_path / "down", verify=True)["number"] == 2
-    assert dckpt("convert", str(tmp_path / "down"), f"{url}/up", "--to", "tensorstore").code == 0
-    assert load(numbered(-1), f"{url}/up", verify=True)["number"] == 2
-    assert dckpt("diff", f"{url}/up", two).code == 0

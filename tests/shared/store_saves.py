@@ -15,7 +15,6 @@ from dist_checkpointing.format import (
 from dist_checkpointing.format.commit import read_config
 
 CONFIG = CheckpointingConfig("tensorstore")
-OTHER_CONFIG = CheckpointingConfig("zarr", 2)
 PERIOD = 0.02
 """Seconds. Nothing here is timed: a heartbeat either comes again or never."""
 

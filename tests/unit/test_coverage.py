@@ -4,7 +4,6 @@ The oracle counts elements one by one; the library must find whatever that finds
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,11 +12,10 @@ import pytest
 import torch
 from hypothesis import assume, given, strategies as st
 
-from dist_checkpointing import InvalidShardingError, ShardedObject, ShardedTensor
+from dist_checkpointing import ShardedTensor
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format import Box, Pieces
 from dist_checkpointing.planning.coverage import (
-    check_coverage,
     find_coverage_problems,
     miscounted_parts,
 )
@@ -187,46 +185,7 @@ def test_many_axes_cut_off_any_grid() -> None:
 # --- special cases --------------------------------------------------------------------------------
 
 
-def test_no_main_replica_at_all() -> None:
-    (finding,) = problems([[shard("w", (4,), Box((0,), (4,)), replica_id=1)], []])
-    assert (finding.key, finding.ranks) == ("w", (0,))
-    assert "main replica" in finding.problem
-
-
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)])
 def test_a_tensor_without_elements_needs_nobody(shape: Ints) -> None:
     assert problems([[shard("w", shape, Box.whole(shape))], []]) == []
     assert problems([[shard("w", shape, Box.whole(shape), replica_id=1)]]) == []
-
-
-def test_cells_of_objects() -> None:
-    def cells(*offsets: Ints) -> list[ShardedObject]:
-        return [ShardedObject("o", 1, (2, 2), offset) for offset in offsets]
-
-    assert problems([cells((0, 0), (0, 1)), cells((1, 0), (1, 1))]) == []
-    (missing,) = problems([cells((0, 0), (0, 1)), cells((1, 1))])
-    assert (missing.key, missing.found) == ("o", "(1, 0) .. (2, 1)")
-    (twice,) = problems([cells((0, 0), (0, 1), (1, 0)), cells((1, 0), (1, 1))])
-    assert (twice.problem, twice.ranks) == ("2 ShardedObjects hold this part", (0, 1))
-
-
-def test_all_that_is_wrong_is_found_at_once() -> None:
-    whole, half = Box((0,), (4,)), Box((0,), (2,))
-    ranks: list[list[Any]] = [
-        [shard("gap", (4,), half), shard("twice", (4,), whole), shard("shape", (4,), whole)],
-        [shard("twice", (4,), whole), shard("shape", (5,), half), shard("fine", (4,), whole)],
-        [ShardedObject("kind", 1, (1,), (0,)), shard("dtype", (4,), half)],
-        [
-            shard("kind", (1,), Box((0,), (1,))),
-            replace(shard("dtype", (4,), Box((2,), (2,))), dtype=torch.int8),
-        ],
-    ]
-    catalog = concatenate([describe(leaves, rank) for rank, leaves in enumerate(ranks)])
-    with pytest.raises(InvalidShardingError) as raised:
-        check_coverage(catalog, written(catalog))
-    found = {finding.key: finding for finding in raised.value.findings}
-    assert found.keys() == {"gap", "twice", "shape", "kind", "dtype"}
-    assert found["twice"].ranks == (0, 1)
-    assert "kind (tensor or object)" in found["kind"].problem
-    assert "dtype" in found["dtype"].problem
-    assert "global shape" in found["shape"].problem

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from dist_checkpointing.format import Box, Digest, digest_of
 from dist_checkpointing.format.checksums import columns_of, digest_of_array, digests_at
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.storage.fingerprints import Sums, added, fingerprint_of, sums_of_tensor
+from dist_checkpointing.storage.fingerprints import Sums, added, sums_of_tensor
 from tiers import examples
 from tilings import tilings
 
@@ -128,17 +128,6 @@ def test_strided_memory_and_what_is_not_aligned_count_as_their_values() -> None:
     values = memory[1:].view("i8")
     values[:] = values_of((5000,), "i8")
     assert whole(values) == whole(values.copy())
-
-
-def test_nothing_has_no_sums_and_still_a_kind() -> None:
-    assert whole(values_of((0, 3), "i4")) == (0, 0)
-    prints = {
-        fingerprint_of((0, 0), dtype, shape)
-        for dtype in ("float32", "int32")
-        for shape in ((0, 3), (3, 0), (2,), ())
-    }
-    assert len(prints) == 8
-    assert {len(text) for text in prints} == {32}
 
 
 # 128-bit digests: one value, however the bytes are given.

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm, SingleProcess, default_comm
 from dist_checkpointing.filesystem.local_folder import rename_new
-from dist_checkpointing.filesystem.location import as_local_folder, check_one_destination, is_url
+from dist_checkpointing.filesystem.location import as_local_folder, check_one_destination
 from dist_checkpointing.interop import DCPReader, DCPWriter
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
@@ -20,18 +20,6 @@ from dist_checkpointing.tools.app import app
 from dist_checkpointing.tools.convert import convert
 from faults import without_links
 from states import rows, shard
-
-
-@pytest.mark.parametrize(
-    "url", ["s3://b/x", "gs://b", "file:///x", "hdfs://host:9000/x", "S3://B/x", Path("s3://b/x")]
-)
-def test_urls_are_refused_by_their_scheme(url: str | Path) -> None:
-    assert is_url(url)
-    with pytest.raises(dc.UnsupportedFormatError) as raised:
-        as_local_folder(url)
-    assert str(url).partition(":")[0] in str(raised.value)
-    assert str(url) in str(raised.value)
-    assert "mount" in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,6 @@ from tiers import examples
 shapes = st.lists(st.integers(0, 6), min_size=0, max_size=4).map(tuple)
 
 
-@st.composite
-def boxes_in(draw: st.DrawFn, shape: Ints) -> Box:
-    offset = tuple(draw(st.integers(0, extent)) for extent in shape)
-    extents = (draw(st.integers(0, e - o)) for o, e in zip(offset, shape, strict=True))
-    return Box(offset, tuple(extents))
-
-
 def numbers(shape: Ints) -> npt.NDArray[np.int64]:
     return np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
 
@@ -35,25 +28,6 @@ def elements(box: Box, shape: Ints) -> list[int]:
 
 def is_run(values: list[int]) -> bool:
     return values == list(range(values[0], values[0] + len(values)))
-
-
-@examples(150)
-@given(st.data())
-def test_intersect_and_contains(data: st.DataObject) -> None:
-    shape = data.draw(shapes)
-    a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
-    own, other = set(elements(a, shape)), set(elements(b, shape))
-    common = a.intersect(b)
-    assert b.intersect(a) == common
-    if common is None:
-        assert not own & other
-    else:
-        assert set(elements(common, shape)) == own & other != set()
-        assert a.contains(common)
-        assert b.contains(common)
-    if other:
-        assert a.contains(b) == (other <= own)
-    assert a.contains(a)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (0, 13), (13, 13)])

@@ -1,11 +1,9 @@
 import cmath
 import math
-from typing import Any
 
 import pytest
 import torch
 
-from dist_checkpointing import Checkpoint, save
 from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.testing import random_bits
 from dist_checkpointing.tools import values
@@ -13,10 +11,7 @@ from dist_checkpointing.tools.values import (
     ReusedMemory,
     Statistics,
     statistics_of,
-    statistics_of_part,
-    stream_statistics,
 )
-from states import shard
 
 
 def oracle(tensor: torch.Tensor) -> Statistics:
@@ -62,34 +57,6 @@ def test_statistics_of_random_bits(
         # The squares of the largest are infinite, for everybody.
         tensor = torch.where(tensor.abs() < 1e100, tensor, torch.nan)
     assert_alike(statistics_of(tensor), oracle(tensor))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder = tmp_path_factory.mktemp("saved") / "c"
-    full = torch.arange(40 * 30, dtype=torch.float32).reshape(40, 30)
-    rows = [shard("w", full.chunk(4)[i], (0, i, 4)) for i in range(4)]
-    more = {f"k{i}": shard(f"k{i}", torch.full((5,), i)) for i in range(9)}
-    save({"rows": rows, **more, "z": shard("z", torch.zeros(0, 3))}, folder)
-    return Checkpoint.open(folder)
-
-
-def test_streaming(checkpoint: Checkpoint) -> None:
-    seen: list[int] = []
-    found = stream_statistics(checkpoint, checkpoint, memory_bytes=500, report=seen.append)
-    assert set(found) == set(checkpoint)
-    for key in checkpoint:
-        assert_alike(found[key], oracle(checkpoint[key][...]))
-    assert sum(seen) == sum(handle.num_bytes for handle in checkpoint.values())
-    assert max(seen) <= 500
-
-
-@pytest.mark.parametrize("memory_bytes", [4, 500])
-@pytest.mark.parametrize("slices", [(slice(None, None, 7), slice(1, None, 3)), (5, 6)])
-def test_statistics_of_a_part(checkpoint: Checkpoint, slices: Any, memory_bytes: int) -> None:
-    full = checkpoint["w"][...]
-    found = statistics_of_part(checkpoint["w"], slices, memory_bytes=memory_bytes)
-    assert_alike(found, oracle(full[slices]))
 
 
 def test_memory_that_nobody_looks_into_any_more_is_used_again() -> None:
