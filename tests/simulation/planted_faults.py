@@ -559,9 +559,8 @@ _RUNS: Final = (
     PlantedFault(
         "replaced step ended before the commit",
         "manager/tiers.py",
-        "        sets_aside = is_ours and is_whole_on_disk and not overwrite\n"
-        '        chosen = {**options, "overwrite": overwrite or '
-        "(is_ours and not is_whole_on_disk)}\n",
+        "        sets_aside = is_ours and is_whole and not overwrite\n"
+        '        chosen = {**options, "overwrite": overwrite or (is_ours and not is_whole)}\n',
         "        sets_aside = False\n"
         '        chosen = {**options, "overwrite": overwrite or is_ours}\n',
         "the old step of a number until a new one has committed",
