@@ -530,16 +530,16 @@ _RUNS: Final = (
     ),
     PlantedFault(
         "position not moved by a load",
-        "manager/checkpoint_manager.py",
-        "        self._run.position = step\n        return loaded\n\n    def delete",
-        "        return loaded\n\n    def delete",
+        "manager/tiers.py",
+        "        self.position = step\n        if self._copier is not None and is_newest",
+        "        if self._copier is not None and is_newest",
         "the step that a run goes on from after a load",
     ),
     PlantedFault(
         "position not moved by a save",
         "manager/tiers.py",
-        "        self.position = step\n        if self._copier is not None:\n            with",
-        "        if self._copier is not None:\n            with",
+        "        self.position = step\n        if self._copier is not None and target",
+        "        if self._copier is not None and target",
         "the step that a run has come to after a save",
     ),
     PlantedFault(
