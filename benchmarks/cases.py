@@ -9,6 +9,7 @@ from conversions import BUDGET_MIB, ROUTES, name_of, open_conversions
 from goals import Goal, as_fast, at_most
 from incremental import FULL as _FULL, INCREMENTAL as _SHARED, ChangedPart
 from object_store import DCP, RAW, open_store
+from peers import COPY, EXCHANGE, WITH_COPIES, WITHOUT, open_peers
 from planning import PlanCase, flattened_job, model_job, open_cached, pieces_job
 from reads import open_repeated_loads, open_slices
 from runner import Case
@@ -258,6 +259,20 @@ BEHIND = Case(
     ),
 )
 
+PEERS = Case(
+    "peer-copies",
+    "128 MiB of each of two machines, copied to the other one, and saved behind a training",
+    open_peers,
+    ranks=2,
+    rounds=7,
+    seconds=90,
+    goals=(
+        as_fast(COPY, "copy s", EXCHANGE, 1 / 1.3),
+        as_fast(WITH_COPIES, "blocked s", WITHOUT, 0.9),
+    ),
+    by_name=True,
+)
+
 TRUST = Case(
     "trust",
     "512 MiB that two ranks hold as replicas, durable: replicas compared, fingerprints kept",
@@ -398,6 +413,7 @@ CASES = {
         *INCREMENTAL,
         *READS,
         BEHIND,
+        PEERS,
         TRUST,
         STORE,
         CONVERSIONS,

@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -28,9 +30,10 @@ from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.items import MetadataIndex
 from dist_checkpointing.planning.resharding import plan_load
-from dist_checkpointing.threads import in_threads
+from dist_checkpointing.threads import in_threads, run_in_background
 
 logger: logging.Logger = logging.getLogger(__name__)
+T = TypeVar("T")
 _BLOCK_BYTES: Final = 1 << 24
 _THREADS: Final = 4
 _MOST_SHOWN: Final = 10
@@ -133,23 +136,35 @@ class _Incoming:
             self._temporary.unlink(missing_ok=True)
 
 
+def _started(work: Callable[[], T]) -> Future[T]:
+    return run_in_background(work, "peer-block")
+
+
 def _send_round(
     comm: Comm, folder: Path, sent: Transfer | None, received: Transfer | None, longest: int
 ) -> set[Transfer]:
     """Send one file and receive another; what did not arrive on any rank."""
     outgoing = None if sent is None else _Outgoing(folder, sent)
     incoming = None if received is None else _Incoming(folder, received)
+    # The next block is read, and the last one written, while this one travels.
+    reading = _started(partial(outgoing.block, 0)) if outgoing is not None else None
+    writing: Future[None] | None = None
     for start in range(0, max(longest, 1), _BLOCK_BYTES):
         block, target, num_bytes, source = torch.empty(0, dtype=torch.uint8), None, 0, None
-        if outgoing is not None:
-            block = outgoing.block(start)
+        if outgoing is not None and reading is not None:
+            block = reading.result()
+            reading = _started(partial(outgoing.block, start + _BLOCK_BYTES))
             target = outgoing.transfer.target if len(block) else None
         if incoming is not None:
             num_bytes = incoming.block_bytes(start)
             source = incoming.transfer.source if num_bytes else None
         data = comm.shift(block, target, source, num_bytes)
+        if writing is not None:
+            writing.result()
         if incoming is not None and (num_bytes or not start):
-            incoming.write(data)
+            writing = _started(partial(incoming.write, data))
+    if writing is not None:
+        writing.result()
     if incoming is not None:
         incoming.end()
     ends = (end for end in (outgoing, incoming) if end is not None and end.problem)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -77,8 +77,10 @@ class History:
 
     @classmethod
     def of(cls, seed: int) -> History:
-        """The history that a seed makes."""
+        """The history that a seed makes; every tenth is of a kind that chance seldom makes."""
         dice = random.Random(seed)
+        if seed % 10 == 9:
+            return cls._rare(seed, dice)
         place = dice.choice(["folder", "folder", "folder", "store", "store", "fast"])
         machines = dice.choice([1, 1, 2, 2, 3, 4])
         events = [_event(dice, "launch", place)]
@@ -103,6 +105,44 @@ class History:
             is_lossy=place != "folder" and dice.random() < 0.4,
             has_flock=dice.random() < 0.85,
             changes=dice.choice([0.02, 0.1, 0.5]),
+        )
+
+    @classmethod
+    def _rare(cls, seed: int, dice: random.Random) -> History:
+        def event(kind: str, number: int = 0, *faults: Fault) -> Event:
+            return Event(kind, dice.randrange(1 << 30), number, faults)
+
+        def fault(kinds: Sequence[str], operations: Sequence[str], most: float) -> Fault:
+            seconds = dice.uniform(310, 1000)
+            at = int(10 ** dice.uniform(0, most)) - 1
+            return Fault(at, dice.choice(kinds), seconds, dice.choice(operations))
+
+        ranks, events = dice.choice([1, 2, 3]), list[Event]()
+        kind = dice.choice(["replaced step", "replaced checkpoint", "busy rivals", "silent rank"])
+        if kind == "replaced step":
+            killed = fault(("kill", "kill machine", "kill all", "power"), ("",), 2.2)
+            events = [event("launch", ranks), *(event("save") for _ in range(3))]
+            events += [event("load", dice.choice([1, 2])), event("save", 0, killed)]
+            events += [event("launch", ranks), event("save")]
+        elif kind == "replaced checkpoint":
+            at = ("", "unlink", "unlink", "fsync")
+            events = [event("rivals", 0, fault(("power",), at, 1.5)) for _ in range(6)]
+        elif kind == "busy rivals":
+            where = ("", "flock", ".lock")
+            events = [event("rivals") for _ in range(3)]
+            events += [event("rivals", 0, fault(("freeze",), where, 1.0)) for _ in range(3)]
+        else:
+            frozen = fault(("freeze",), ("", "", "create"), 2.0)
+            events = [event("launch", 2), event("save"), event("save", 0, frozen)]
+            events += [event("wait"), event("launch", ranks), event("save"), event("save")]
+        return cls(
+            seed,
+            "folder",
+            dice.choice(BACKENDS),
+            machines=dice.choice([2, 3]),
+            events=tuple(events),
+            is_busy=kind == "busy rivals",
+            changes=dice.choice([0.1, 0.5]),
         )
 
     def described(self) -> str:

@@ -568,7 +568,10 @@ class Player:
             keep = self.history.keep_last
             after = [s.saved(save, position, keep) for s in states if save not in s.must]
             cut_off = State.left if (save, position) in frozen else State.interrupted
-            self.oracle.move(states, after, [cut_off(s, save) for s in states])
+            # What a save replaces by itself comes back; where it overwrites, the old one has ended.
+            is_back = save[0] != position and not (self.left or self.history.is_late)
+            is_back = is_back and self.history.place != "fast"
+            self.oracle.move(states, after, () if is_back else [cut_off(s, save) for s in states])
 
     def _set_aside(self) -> set[int]:
         """The steps that a save was about to replace, and has set aside."""
