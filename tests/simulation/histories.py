@@ -118,7 +118,7 @@ class History:
             return Fault(at, dice.choice(kinds), seconds, dice.choice(operations))
 
         ranks, events = dice.choice([1, 2, 3]), list[Event]()
-        kind = dice.choice(["replaced step", "replaced checkpoint", "busy rivals", "silent rank"])
+        kind = dice.choice(["replaced step", "replaced checkpoint", "rivals", "silent rank"])
         if kind == "replaced step":
             killed = fault(("kill", "kill machine", "kill all", "power"), ("",), 2.2)
             events = [event("launch", ranks), *(event("save") for _ in range(3))]
@@ -127,10 +127,8 @@ class History:
         elif kind == "replaced checkpoint":
             at = ("", "unlink", "unlink", "fsync")
             events = [event("rivals", 0, fault(("power",), at, 1.5)) for _ in range(6)]
-        elif kind == "busy rivals":
-            where = ("", "flock", ".lock")
-            events = [event("rivals") for _ in range(3)]
-            events += [event("rivals", 0, fault(("freeze",), where, 1.0)) for _ in range(3)]
+        elif kind == "rivals":
+            events = [event("rivals") for _ in range(8)]
         else:
             frozen = fault(("freeze",), ("", "", "create"), 2.0)
             events = [event("launch", 2), event("save"), event("save", 0, frozen)]
@@ -141,8 +139,7 @@ class History:
             dice.choice(BACKENDS),
             machines=dice.choice([2, 3]),
             events=tuple(events),
-            is_busy=kind == "busy rivals",
-            changes=dice.choice([0.1, 0.5]),
+            changes=dice.choice([0.1, 0.5, 0.9]),
         )
 
     def described(self) -> str:

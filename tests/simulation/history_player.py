@@ -33,7 +33,7 @@ from dist_checkpointing.testing.simulation.world import OWN, SHARED, Launch, Wor
 from flipped_bits import FlippedBit
 from histories import Event, History
 from rivals import Rivals
-from run_states import Oracle, State, ViolationError
+from run_states import Oracle, ViolationError
 
 ROWS: Final = 24
 _NOT_ALL_CHECKED: Final = ("metadata.json", ".distcp", ".lock", "/claims/", "/commits/")
@@ -567,11 +567,12 @@ class Player:
             states = self.oracle.states
             keep = self.history.keep_last
             after = [s.saved(save, position, keep) for s in states if save not in s.must]
-            cut_off = State.left if (save, position) in frozen else State.interrupted
             # What a save replaces by itself comes back; where it overwrites, the old one has ended.
             is_back = save[0] != position and not (self.left or self.history.is_late)
             is_back = is_back and self.history.place != "fast"
-            self.oracle.move(states, after, () if is_back else [cut_off(s, save) for s in states])
+            is_frozen = (save, position) in frozen
+            cut_off = [s.left(save) if is_frozen else s.interrupted(save, is_back) for s in states]
+            self.oracle.move(states, after, cut_off)
 
     def _set_aside(self) -> set[int]:
         """The steps that a save was about to replace, and has set aside."""

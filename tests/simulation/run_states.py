@@ -50,12 +50,13 @@ class State:
         state = self.interrupted(save)
         return replace(state, may=state.may | {save})
 
-    def interrupted(self, save: Saved) -> State:
-        """After a save was cut off before its commit.
+    def interrupted(self, save: Saved, is_back: bool = False) -> State:
+        """After a save was cut off before its commit was durable.
 
-        Another save of this step is set aside until the next training begins.
+        Another save of this step is set aside until the next training begins; then it ``is_back``,
+        or may have ended.
         """
-        aside = {old for old in self.must if old[0] == save[0]}
+        aside = {old for old in self.must if old == save or (old[0] == save[0] and not is_back)}
         return replace(self, must=self.must - aside, may=self.may | aside)
 
     def gone_back(self, position: int) -> State:
