@@ -1,4 +1,4 @@
-"""Copies of steps behind the training: to other machines, and from the disks into the store.
+"""Copies of steps behind the training: to other machines, and to the last place.
 
 A thread of each rank makes them, over a comm of its own. See docs/design/012-fast-disks.md for each
 point where they may be cut off.
@@ -56,8 +56,8 @@ _MEETING_SECONDS: Final = 10.0
 class _Task(NamedTuple):
     """What the threads of all ranks do next.
 
-    They send ``saved`` to peers. Then they copy ``required``, or else all that is due in the store,
-    and the newest step too if this is the ``last`` task.
+    They send ``saved`` to peers. Then they copy ``required``, or else all that is due in the last
+    place, and the newest step too if this is the last task.
     """
 
     saved: int | None = None
@@ -69,7 +69,7 @@ class Copier:
     """Makes the copies of one run, on one rank; making one is collective.
 
     ``copy``, ``require`` and ``finish`` are called on all ranks, in the same order. ``pending`` has
-    the steps that a disk keeps until they are in the store, with the names of their saves, and
+    the steps that a disk keeps until they are in the last place, with the names of their saves, and
     ``unsent`` those that are not at peers yet. Both are replaced, never changed.
     """
 
@@ -97,7 +97,7 @@ class Copier:
         self._thread.start()
 
     def keep(self, step: int) -> None:
-        """Keep what was saved of a step, on the lowest rank of a disk, until it is in the store."""
+        """Keep what a disk has of a step, on its lowest rank, until that is in the last place."""
         name = attempt_of(self._near.folder(step))
         if name is not None:
             with self._changed:
@@ -111,7 +111,7 @@ class Copier:
         self._tasks.put((_Task(saved=step), Future()))
 
     def require(self, step: int | None) -> None:
-        """Wait for what is under way, and until a step is in the store, if it must come there.
+        """Wait for what is under way, and until a step is there, if it must come there.
 
         Raises:
             CheckpointingException: if it could not be copied; the same one on all ranks.
@@ -135,7 +135,7 @@ class Copier:
                 path=str(self._near.folder(newest)),
                 remedy="It is on the disk; the next manager of this run tries again.",
             )
-            raise CheckpointingException(f"step {newest} is not in the store", [finding])
+            raise CheckpointingException(f"step {newest} is not in the last place", [finding])
 
     def stop(self) -> None:
         """End the thread when it has done what it was asked to."""
@@ -192,16 +192,16 @@ class Copier:
                     raise
                 self._failed[step] = str(error)
                 if self._comm.rank == 0:
-                    logger.warning("step %d is not in the store yet: %s", step, error)
+                    logger.warning("step %d is not in the last place yet: %s", step, error)
 
     def _next_step(self, *, is_last: bool) -> tuple[Mapping[int, str], int | None]:
         """What need not be copied any more, and the next step to copy, as rank 0 knows.
 
-        Not copied are abandoned steps and what the store would not keep. Of those that are not due
+        Not copied are abandoned steps and what that would not keep. Of those that are not due
         there, the newest is copied at the end.
         """
         pending = self.pending
-        with tolerant("nothing is copied into the store for now"):
+        with tolerant("nothing is copied to the last place for now"):
             if pending:
                 abandoned = pending.keys() & self._near.record().abandoned
                 wanted = pending.keys() - abandoned
@@ -218,7 +218,7 @@ class Copier:
         return {}, None
 
     def _not_due(self, steps: Collection[int], stored: Collection[int]) -> set[int]:
-        """Those of the steps that the store does not ask for, which has ``stored`` ones."""
+        """Those of the steps that the last place does not ask for, which has ``stored`` ones."""
         last, early = None, set()
         for step in sorted({*steps, *stored}):
             if step in stored or self._place.is_due(step, last):
@@ -235,8 +235,8 @@ class Copier:
             self._near.apply_retention()
 
     def _copy(self, step: int) -> None:
-        """Copy a step as a whole, or not at all, if it is not in the store. Collective."""
-        comm, what = self._comm, f"copying step {step} into the store"
+        """Copy a step as a whole, or not at all, if it is not there. Collective."""
+        comm, what = self._comm, f"copying step {step} to the last place"
         content = self._on_rank0(what, partial(self.seal_of, step))
         if content is None:
             self.forget({step})

@@ -52,15 +52,10 @@ class NoRoomError(CheckpointingException):
 class Run:
     """The checkpoints of one run, as one rank has them.
 
-    Without disks, each step is saved into the root. With disks, it is saved there, and copied into
-    the root as a save is: it is there as a whole, read back and compared, or not at all. Retention
-    holds in both; a disk also keeps what is not in the store yet. What the store would not keep any
-    more is not copied.
-
-    If not all ranks share a disk, each has the part of a step that its ranks wrote, and the lowest
-    rank of each copies that part. A step is loaded from the store, and file by file from the disk
-    where the file is there; one that is not in the store yet is copied first. The steps that are
-    whole on all disks together are known on rank 0.
+    A step goes to the nearest place that takes it, and is copied from there to the last one: it is
+    there as a whole, or not at all. Retention holds in both; a disk also keeps what is not in the
+    last place yet. If not all ranks share a disk, each has the part of a step that its ranks wrote;
+    a load fetches to it what its ranks ask for. Rank 0 knows which steps the disks hold together.
 
     Only rank 0 may call methods that are not collective and change files.
 
@@ -132,7 +127,7 @@ class Run:
 
     @property
     def _pending(self) -> Mapping[int, str]:
-        """The steps that are not in the store yet, where there are disks, and their saves."""
+        """The steps that are not in the last place yet, and their saves."""
         return {} if self._copier is None else self._copier.pending
 
     def _kept(self) -> set[int]:
@@ -154,18 +149,18 @@ class Run:
             self.near.go_back_with(home)
 
     def best_place(self, step: int) -> Path:
-        """Where a step is: on the disk, or in the store if all of it is there alone."""
+        """Where a step is: on the disk, or in the last place if all of it is there alone."""
         local, stored = self.near.folder(step), self._home.folder(step)
         if not self._has_disks or step in self._pending or not is_committed(stored):
             return local
         if self._has_parts or step in self.damaged or not is_committed(local):
             return stored
-        # Another one in the store was saved by another machine while this disk was away.
+        # Another one there was saved by another machine while this disk was away.
         is_same = number_of_save(local) == number_of_save(data_folder(stored)) != 0
         return local if is_same else stored
 
     def prepare_read(self, step: int, wanted: Any = None, *, near: bool = True) -> Path:
-        """Where a step can be read by all ranks; copies it into the store if it must. Collective.
+        """Where all ranks can read a step; copies it to the last place if it must. Collective.
 
         Where machines have parts of it, each rank can read on its disk what is ``wanted`` (a
         template), unless ``near`` is False: what its disk has not is fetched.
@@ -180,14 +175,14 @@ class Run:
             return self.near.folder(step)
         if self._copier is not None:
             self._copier.require(step)
-        with self._comm.agreed(f"looking for step {step} in the store"):
+        with self._comm.agreed(f"looking for step {step} in the last place"):
             if self._comm.rank == 0:
                 self._require_stored(step)
         return self._home.folder(step)
 
     def has_part(self, folder: Location) -> bool:
         """Whether a folder may hold a part of a checkpoint: what a load has asked for."""
-        return self._has_parts and isinstance(folder, Path)
+        return self._has_parts and folder.parent == self.near.root
 
     def _fetch(self, step: int, wanted: Any) -> bool:
         """Whether all ranks can load a step from their disks; fetches what is missing. Collective.
@@ -243,7 +238,7 @@ class Run:
     def _require_stored(self, step: int) -> None:
         if not is_committed(self._home.folder(step)):
             finding = Finding(
-                "it is neither in the store nor whole on the disks",
+                "it is neither in the last place nor whole on the disks",
                 path=str(self._home.folder(step)),
                 remedy="Load an older step, or start again with all disks that it was saved to.",
             )
@@ -253,7 +248,7 @@ class Run:
         """The steps of the history, newest first, as they may be loaded.
 
         One that machines have parts of comes again, to be read with a copy of what is damaged, and
-        from the store.
+        from the last place.
         """
         if not self._has_parts:
             return sorted((s for f in self._folders for s in f.history()), reverse=True)
@@ -262,7 +257,7 @@ class Run:
         return sorted([*on_disks, *stored], reverse=True)
 
     def _whole_on_disks(self) -> set[int]:
-        """The steps of the history that the disks hold together, and the store does not."""
+        """The steps of the history that the disks alone hold together."""
         return {*self._pending} - self.near.record().abandoned
 
     def committed_steps(self) -> list[int]:
@@ -378,7 +373,7 @@ class Run:
         Returns:
             Its metric, the step that it grows from, whether a manager of this run wrote what is
             there already, whether it can share files with the step that it grows from, and whether
-            the store has a save of this step.
+            the last place has a save of this step.
         """
         number = math.nan if metric is None else float(metric)
         home, newest = self._home, self.position
@@ -390,7 +385,7 @@ class Run:
         is_stored = target is not home and is_committed(home.folder(step))
         if is_stored and not home.wrote(step, home.record()):
             finding = Finding("no manager of this root wrote it", path=str(home.folder(step)))
-            raise CheckpointExistsError(f"step {step} is in the store already", [finding])
+            raise CheckpointExistsError(f"step {step} is in the last place already", [finding])
         parent, is_ours = target.begin(step, newest)
         can_share = self._is_incremental and parent != NO_STEP
         has_base = can_share and is_committed(target.folder(parent))
@@ -422,7 +417,7 @@ class Run:
         """Move the pointer, and let the step be copied."""
         self.position = step
         if self._copier is not None and target is self.near:
-            with tolerant(f"the store has steps that step {step} has not grown from"):
+            with tolerant(f"{self.root} has steps that step {step} has not grown from"):
                 self._home.go_back_with(self.near.record())
             self._copier.keep(step)
         self.damaged.discard(step)
@@ -431,7 +426,7 @@ class Run:
     def loaded(self, step: int, *, is_newest: bool) -> None:
         """Note that the run goes on from a step.
 
-        What is not in the store yet is copied from now on, or from the next save if the run may
+        What is left on the disks is copied from now on, or from the next save if the run may
         have gone back, and may so abandon some of that.
         """
         self.position = step
@@ -474,7 +469,7 @@ class Run:
             CheckpointingException: if the newest checkpoint could not be copied.
         """
         if self._copier is not None:
-            with self._comm.agreed("copying checkpoints into the store"):
+            with self._comm.agreed("copying checkpoints to the last place"):
                 self._copier.finish()
 
     def stop(self) -> None:

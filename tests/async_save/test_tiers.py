@@ -68,7 +68,7 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
     manager.save(1, state(1))
     with replaced("io.open", damaging):
         manager.save(2, state(2))
-        with pytest.raises(CheckpointingException, match="step 2 is not in the store"):
+        with pytest.raises(CheckpointingException, match="step 2 is not in the last place"):
             manager.close()
     assert damaged
     with dc.CheckpointManager(root) as stored:

@@ -193,7 +193,7 @@ def test_a_step_that_is_lost_does_not_bring_back_what_it_abandoned(lost: str) ->
 
 
 def test_a_disk_of_rank_0_that_was_away_knows_less_than_the_others() -> None:
-    """Without it the run has gone back and saved another step 70, which is not in the store."""
+    """Without it the run has gone back and saved another step 70, which is on disks alone."""
 
     def act(made: Cluster) -> None:
         made.train(60, 70)
@@ -265,7 +265,9 @@ def test_a_machine_that_cannot_copy_is_named() -> None:
         is_of_node1: Any = lambda name, key: is_copy(name, key) and "/model/2." in key  # noqa: E731
         with (
             store_down(at=is_of_node1),
-            pytest.raises(CheckpointingException, match="step 1 is not in the store") as raised,
+            pytest.raises(
+                CheckpointingException, match="step 1 is not in the last place"
+            ) as raised,
         ):
             made.train(1)
         assert re.search("failed on rank [23] of 4", str(raised.value))
