@@ -166,11 +166,6 @@ def test_errors_of_every_kind(
         dckpt("ls", GOLDEN, "--debug")
 
 
-def test_the_version_is_told(dckpt: Run) -> None:
-    finished = dckpt("--version")
-    assert (finished.code, finished.out) == (0, f"dckpt {dist_checkpointing.__version__}\n")
-
-
 def test_no_arguments_are_answered_by_the_help(dckpt: Run) -> None:
     finished = dckpt()
     assert finished.code == EXIT_BAD_INPUT

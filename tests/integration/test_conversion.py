@@ -23,7 +23,7 @@ from dist_checkpointing.testing import assert_same_bits, failures_on, random_bit
 from dist_checkpointing.tools import convert as conversions
 from dist_checkpointing.tools.convert import Conversion, conversion
 from faults import before_first, failing
-from samples import COMMON, GOLDEN_NAMES, METADATA, golden_sample, save_sample
+from samples import COMMON, METADATA, save_sample
 from states import cell, shard
 
 BACKENDS = {
@@ -154,13 +154,6 @@ def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) 
     again = Checkpoint.open(tmp_path / "out.pt")
     assert repr(again.common) == repr(common)
     assert repr(again.objects["o"][0]) == repr(value)
-
-
-@pytest.mark.parametrize(("name", "to"), [*zip(GOLDEN_NAMES * 2, FORMATS, strict=True)])
-def test_releases_of_megatron(name: str, to: str, tmp_path: Path) -> None:
-    sample = golden_sample(name)
-    convert(sample.folder, tmp_path / "out", to, options=ROOMY)
-    assert_same(read_back(tmp_path / "out", to), sample.tensors)
 
 
 def test_the_cut_is_kept_and_may_be_changed(sources: dict[str, Path], tmp_path: Path) -> None:
