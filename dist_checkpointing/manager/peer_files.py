@@ -209,25 +209,30 @@ def fetch_for_load(
     folder: Path,
     seal: Seal,
     stored: Location | None,
-    damaged: Collection[str],
     wanted: ShardedStateDict,
+    *,
+    damaged: Collection[str],
+    distrusted: Collection[str],
 ) -> None:
     """Fetch what the ranks of each disk need to load a step, and what it has not. Collective.
 
     It comes from other machines, or else from ``stored``, where the same save is in the store. What
-    is ``damaged`` on this rank's disk is fetched again. ``folder`` is then a checkpoint with
-    everything that the ``wanted`` state dict asks for.
+    is ``damaged`` on this rank's disk is fetched again, and if it is ``distrusted`` not from other
+    machines. ``folder`` is then a checkpoint with all that the ``wanted`` state dict asks for.
 
     Raises:
         CheckpointingException: if a file is nowhere, or a disk cannot be written; on all ranks.
     """
     files, what = [*seal.files.values()], f"fetching {folder.name} from other machines"
     bad = {row for row, file in enumerate(files) if file.name in damaged}
+    distrusts = {row for row in bad if files[row].name in distrusted and stored is not None}
 
     def fetch(needed: set[int]) -> None:
-        shares = comm.exchange(
-            what, lambda: (needed, rows_held(folder, seal) - bad if disks.leads else set[int]())
-        )
+        def share() -> tuple[set[int], set[int], set[int]]:
+            held = rows_held(folder, seal) - bad if disks.leads else set[int]()
+            return needed, held, bad & distrusts
+
+        shares = comm.exchange(what, share)
         transfers: list[Transfer] = []
         nowhere: set[int] = set()
         for target in disks.leaders:
@@ -235,7 +240,7 @@ def fetch_for_load(
             missing = set[int]().union(*(shares[r][0] for r in group)) - shares[target][1]
             for row in sorted(missing, key=lambda row: (files[row].name != ATTEMPT_NAME, row)):
                 sources = [leader for leader in disks.leaders if row in shares[leader][1]]
-                if sources:
+                if sources and row not in shares[target][2]:
                     source = sources[row % len(sources)]
                     transfers.append(Transfer(files[row], source, target))
                 elif target == comm.rank:

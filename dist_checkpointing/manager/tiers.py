@@ -42,7 +42,7 @@ from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.serialization.save_folder import Disks, SaveHooks
 
 logger: logging.Logger = logging.getLogger(__name__)
-_TRIES_OF_DISKS: Final = 2
+_TRIES_OF_DISKS: Final = 3
 
 
 class NoRoomError(CheckpointingException):
@@ -79,7 +79,7 @@ class Run:
         self.position: int | None = None
         self.damaged: set[int] = set()  # a save does not go on from them
         self._skipped: Counter[int] = Counter()
-        self._damaged_files: dict[int, set[str]] = {}  # on this disk, as far as loads have found
+        self._damage: dict[int, list[str]] = {}  # on this disk: what findings of loads say where
         self.near = self._home = RunFolder(home.path, home.retention)
         self._folders = [self.near]
         self._copier: Copier | None = None
@@ -187,7 +187,8 @@ class Run:
     def _fetch(self, step: int, wanted: Any) -> bool:
         """Whether all ranks can load a step from their disks; fetches what is missing. Collective.
 
-        A file that is damaged on a disk is fetched from another machine once.
+        A file that is damaged on a disk is fetched again from another machine, and then from the
+        last place.
         """
         stored = self._home.folder(step)
 
@@ -204,10 +205,18 @@ class Run:
         if content is None or self._disks is None:
             return False
         folder, source = self.near.folder(step), None if data is None else stored / data
-        damaged = self._damaged_files.pop(step, set())
         seal, wanted = Seal.from_json(content), as_state_dict(wanted, self._comm)
+        # Behind the name of a file there may be which bytes of it.
+        places = [f"{place}," for place in self._damage.pop(step, ())]
+        damaged = {n for n in seal.files if any(p.startswith(f"{folder / n},") for p in places)}
         try:
-            fetch_for_load(self._comm, self._disks, folder, seal, source, damaged, wanted)
+            distrusted = damaged if self._skipped[step] > 1 else set()
+            fetch_for_load(
+                *(self._comm, self._disks, folder, seal, source),
+                wanted,
+                damaged=damaged,
+                distrusted=distrusted,
+            )
             record = self._comm.from_rank0(f"recording step {step}", self.near.record)
             with self._comm.agreed(f"recording step {step}"):
                 if self._leads:
@@ -226,14 +235,10 @@ class Run:
             self.position = None
         self.damaged.add(step)
         self._skipped[step] += 1
-        folder = self.near.folder(step)
         if self._disks is not None and isinstance(error, CorruptCheckpointError):
-            for finding in error.findings:
-                leaders = {self._disks.leader_of_rank[rank] for rank in finding.ranks}
-                path = Path(finding.path or "")
-                if self._comm.rank in leaders and path.is_relative_to(folder):
-                    name = path.relative_to(folder).as_posix()
-                    self._damaged_files.setdefault(step, set()).add(name)
+            leaders, rank = self._disks.leader_of_rank, self._comm.rank
+            here = (f for f in error.findings if rank in {leaders[other] for other in f.ranks})
+            self._damage[step] = [finding.path for finding in here if finding.path]
 
     def _require_stored(self, step: int) -> None:
         if not is_committed(self._home.folder(step)):

@@ -163,12 +163,18 @@ def test_two_lost_neighbours_leave_what_the_store_has() -> None:
     played(act)
 
 
-def test_damage_on_a_disk_is_found_and_read_elsewhere() -> None:
+@pytest.mark.parametrize("lost", [(), ("node2",)])
+def test_damage_on_a_disk_is_found_and_read_elsewhere(lost: tuple[str, ...]) -> None:
+    """From another machine, or from the store if the damage is in what a lost one has left."""
+
     def act(made: Cluster) -> None:
         made.train(1, 2, is_copied=True)
-        made.lose("node2")
+        made.lose(*lost)
         made.damage("node3")
-        assert made.load()[0] == 2
+        value, asked = made.load()
+        assert value == 2
+        assert bool(asked) == bool(lost)
+        assert made.load() == (2, [])
 
     played(act)
 
