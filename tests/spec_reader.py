@@ -1,17 +1,14 @@
-"""Reads the tensors of a checkpoint folder by ``docs/spec.md`` alone: format 1.0, four backends.
+"""Reads the tensors of a checkpoint folder by ``docs/spec.md`` alone: tensorstore and zarr.
 
-It imports the standard library, numpy, numcodecs (zstd and zarr's codecs) and xxhash (nothing else
-of these has XXH3), and nothing of the library that it checks.
+It imports the standard library, numpy, numcodecs (zstd and zarr's codecs) and xxhash (the others
+have no XXH3), and nothing of the library that it checks. torch_dist has another reader, torch DCP.
 """
 
 import hashlib
-import io
 import itertools
 import json
 import math
-import pickle
 import struct
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +19,8 @@ import numpy as np
 import xxhash
 
 Array = np.ndarray[Any, np.dtype[Any]]
-SEAL, ATTEMPT, COMMIT = ".dckpt/seal.json", ".dckpt/attempt.json", "metadata.json"
+COMMIT, ATTEMPT = "metadata.json", ".dckpt/attempt.json"
+SEAL, INDEX = ".dckpt/seal.json", ".dckpt/index.json"
 
 
 class DamagedError(Exception):
@@ -74,22 +72,6 @@ def checked_json(data: bytes, digest: Callable[[bytes], str], kind: str) -> Any:
     content = json.loads(data)
     require(content["format"] == f"dist_checkpointing.{kind}", f"format of {kind}")
     return content
-
-
-def read_table(data: bytes) -> Iterator[tuple[Any, ...]]:
-    """Key, whether it is an object, offset, shape, flat range and checksum of each row."""
-    magic, version, text, n, axes = struct.unpack_from("<8sIIQI", data)
-    require((magic, version) == (b"DCKPTSUM", 1), "the version of a table of checksums")
-    require(xxhash.xxh3_128_digest(data[:-16]) == data[-16:], "the checksum of a table")
-    at, columns = 28 + text, []
-    for kind, width in (*[("<u4", 1)] * 4, ("<i8", axes), ("<i8", axes), ("<i8", 2), ("<u8", 1)):
-        columns.append(np.frombuffer(data, kind, n * width, at).reshape(n, width).tolist())
-        at += n * width * int(kind[2])
-    require(at == len(data) - 16, "the length of a table")
-    names = json.loads(data[28 : 28 + text])
-    for key, _, ndim, is_object, offset, shape, flat, digest in zip(*columns, strict=True):
-        box = offset[: ndim[0]], shape[: ndim[0]]
-        yield names[key[0]], is_object[0], *box, slice(*flat), digest[0]
 
 
 def grid_parts(shape: Sequence[int], chunk: Sequence[int], folder: str, c: str) -> Iterator[Part]:
@@ -162,39 +144,12 @@ class Body:
         return [(folder + path.decode(), folder + path[:base].decode()) for path, base in pairs]
 
 
-class Stub:
-    """Stands for any object of a pickle, whose class is not imported."""
-
-    state: Any = None
-
-    def __init__(self, *_: object) -> None: ...
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class Names(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        plain = {"Size": tuple, "OrderedDict": dict}.get(name)
-        return plain or (name if module == "torch" else Stub)
-
-
-def values_of_record(record: bytes) -> bytes:
-    entries = zipfile.ZipFile(io.BytesIO(record)).infolist()
-    (entry,) = [own for own in entries if own.filename.endswith("/data/0")]
-    begin = entry.header_offset
-    magic, *_, name, extra = struct.unpack_from("<4s5H3I2H", record, begin)
-    require((magic, entry.compress_type) == (b"PK\x03\x04", 0), "an entry of a record")
-    return record[begin + 30 + name + extra :][: entry.file_size]
-
-
 class Reader:
     """A checkpoint: its arrays by key, and where the values of parts and objects are by name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.arrays = folder, dict[str, Array]()
         self.places: dict[str, tuple[str, int, int] | bytes] = {}
-        self.disk_name: Callable[[str], str] = disk_name
         self.unpack: Callable[[bytes], Any] = bytes
         content = {"common_backend": "torch", **json.loads(self.bytes_of(COMMIT))}
         names = (f"{n}_backend{v}" for n in ("sharded", "common") for v in ("", "_version"))
@@ -248,22 +203,37 @@ class Reader:
 
     def check_values(self) -> None:
         left = {key: array.size for key, array in self.arrays.items()}
-        tables = (read_table(self.bytes_of(name)) for name in self.seal["tables"])
-        for key, is_object, offset, shape, flat, digest in itertools.chain.from_iterable(tables):
-            if is_object:
-                start = f"{self.disk_name(key)}/shard_{dotted(*offset)}_"
-                values = self.value(next(name for name in self.places if name.startswith(start)))
-            else:
-                run = self.arrays[key][box_of(offset, shape)].reshape(-1)
-                run = run[flat] if flat.start >= 0 else run
-                values = run.tobytes()
-                left[key] -= run.size
-            require(xxhash.xxh3_64_intdigest(values) == digest, f"{key} at {offset} has changed")
-        require(not any(left.values()), f"checksums do not cover {left}")
+        for table in self.seal["tables"]:
+            names, rows = self.read_table(table)
+            for key, _, ndim, is_object, offset, shape, flat, digest in rows:
+                name, at = names[key[0]], offset[: ndim[0]]
+                if is_object[0]:
+                    start = f"{disk_name(name)}/shard_{dotted(*at)}_"
+                    values = self.value(next(n for n in self.places if n.startswith(start)))
+                else:
+                    run = self.arrays[name][box_of(at, shape[: ndim[0]])].reshape(-1)
+                    run = run if flat[0] < 0 else run[slice(*flat)]
+                    values = run.tobytes()
+                    left[name] -= run.size
+                require(xxhash.xxh3_64_intdigest(values) == digest[0], f"{name} at {at}")
+        # A save without checksums keeps those of objects.
+        is_unchecked = left == {key: array.size for key, array in self.arrays.items()}
+        require(is_unchecked or not any(left.values()), f"checksums do not cover {left}")
+
+    def read_table(self, table: str) -> tuple[list[str], Iterator[Any]]:
+        data = self.bytes_of(table)
+        magic, version, text, n, axes = struct.unpack_from("<8sIIQI", data)
+        require((magic, version) == (b"DCKPTSUM", 1), f"the version of {table}")
+        require(xxhash.xxh3_128_digest(data[:-16]) == data[-16:], f"the checksum of {table}")
+        at, columns, widths = 28 + text, [], (1, 1, 1, 1, axes, axes, 2, 1)
+        for kind, width in zip(("<u4",) * 4 + ("<i8",) * 3 + ("<u8",), widths, strict=True):
+            columns.append(np.frombuffer(data, kind, n * width, at).reshape(n, width).tolist())
+            at += n * width * int(kind[2])
+        require(at == len(data) - 16, f"the length of {table}")
+        return json.loads(data[28 : 28 + text]), zip(*columns, strict=True)
 
     def read_zarr2(self) -> None:
-        data = self.bytes_of(".dckpt/index.json")
-        index = checked_json(data, xxhash.xxh3_64_hexdigest, "index")
+        index = checked_json(self.bytes_of(INDEX), xxhash.xxh3_64_hexdigest, "index")
         if index["codec"]:
             self.unpack = numcodecs.get_codec({"id": index["codec"]}).decode
         columns = [index[name] for name in ("keys", "dtypes", "global_shapes", "chunk_shapes")]
@@ -316,35 +286,6 @@ class Reader:
             outside = (files[next(numbers)][0], next(starts), size) if kind else None
             self.places[(prefix + key).decode()] = outside or body.take(size)
         require(body.at == len(body.data), "the end of a node")
-
-    def read_torch_dist1(self) -> None:
-        content = Names(io.BytesIO(self.bytes_of(".metadata"))).load().state
-        self.disk_name, self.unpack = str, values_of_record
-        for at, info in content["storage_data"].items():
-            name = dotted(at.state["fqn"], *(at.state.get("offset") or ()))
-            place = info.state
-            self.places[name] = place["relative_path"], place["offset"], place["length"]
-        for key, entry in content["state_dict_metadata"].items():
-            if "chunks" in (entry.state or ()):
-                properties, size = entry.state["properties"].state, entry.state["size"]
-                dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
-                special = content.get("mcore_data", {}).get(key, {})
-                whole = special.get("nd_reformulated_orig_global_shape")
-                parts = dcp_parts(key, entry.state["chunks"], size, whole)
-                self.assemble(key, dtype, whole or size, parts)
-
-
-def dcp_parts(key: str, chunks: Any, size: Sequence[int], whole: Any) -> Iterator[Part]:
-    for state in (chunk.state for chunk in chunks):
-        offset, shape = state["offsets"], state["sizes"]
-        part = Part(dotted(key, *offset), offset, shape, slice(None), shape)
-        if whole:
-            own = [n // count for n, count in zip(whole, size, strict=False)]
-            begin = [i * n for i, n in zip(offset, own, strict=False)]
-            flat = slice(offset[-1], offset[-1] + shape[-1])
-            part = Part(part.name, begin, own, flat, shape[-1:])
-        if 0 not in shape:
-            yield part
 
 
 def read_checkpoint(folder: Path) -> dict[str, Array]:
