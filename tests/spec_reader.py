@@ -155,8 +155,7 @@ class Reader:
         names = (f"{n}_backend{v}" for n in ("sharded", "common") for v in ("", "_version"))
         config = {name: content.get(name, 1) for name in names}
         self.seal = self.read_seal(config)
-        backend = f"read_{config['sharded_backend']}{config['sharded_backend_version']}"
-        getattr(self, backend)()
+        getattr(self, f"read_{config['sharded_backend']}{config['sharded_backend_version']}")()
         if self.seal and self.seal["tables"] and not self.seal["is_open"]:
             self.check_values()
 
@@ -169,9 +168,9 @@ class Reader:
 
     def read_seal(self, config: dict[str, Any]) -> Any:
         """The seal, with which all files are compared; None if there is none."""
-        there = (self.folder / ATTEMPT).is_file()
-        attempt = json.loads(self.bytes_of(ATTEMPT)) if there else {"creates": ()}
-        if not (self.folder / SEAL).is_file() and SEAL not in attempt["creates"]:
+        there = [(self.folder / name).is_file() for name in (ATTEMPT, SEAL)]
+        attempt = json.loads(self.bytes_of(ATTEMPT)) if there[0] else {"creates": ()}
+        if not there[1] and SEAL not in attempt["creates"]:
             return None
         seal = checked_json(self.bytes_of(SEAL), xxhash.xxh3_128_hexdigest, "seal")
         require(seal["attempt"] == attempt["attempt"], f"{ATTEMPT} names another save")
@@ -202,11 +201,14 @@ class Reader:
         self.arrays[key] = whole.reshape(shape)
 
     def check_values(self) -> None:
-        left = {key: array.size for key, array in self.arrays.items()}
+        sizes = {key: array.size for key, array in self.arrays.items()}
+        left = sizes.copy()
         for table in self.seal["tables"]:
             names, rows = self.read_table(table)
             for key, _, ndim, is_object, offset, shape, flat, digest in rows:
                 name, at = names[key[0]], offset[: ndim[0]]
+                if not is_object[0] and name not in sizes:
+                    continue  # it was removed
                 if is_object[0]:
                     start = f"{disk_name(name)}/shard_{dotted(*at)}_"
                     values = self.value(next(n for n in self.places if n.startswith(start)))
@@ -217,8 +219,7 @@ class Reader:
                     left[name] -= run.size
                 require(xxhash.xxh3_64_intdigest(values) == digest[0], f"{name} at {at}")
         # A save without checksums keeps those of objects.
-        is_unchecked = left == {key: array.size for key, array in self.arrays.items()}
-        require(is_unchecked or not any(left.values()), f"checksums do not cover {left}")
+        require(left == sizes or not any(left.values()), f"checksums do not cover {left}")
 
     def read_table(self, table: str) -> tuple[list[str], Iterator[Any]]:
         data = self.bytes_of(table)
@@ -258,8 +259,7 @@ class Reader:
         if (self.folder / "manifest.ocdbt").is_file():
             body = Body(self.bytes_of("manifest.ocdbt"), 0x0CDB3A2A)
             require(body.take(17)[16] == 0, "the kind of the manifest")
-            body.column(2), body.take(1)
-            body.take(4 * body.column(1)[0])
+            body.column(2), body.take(1), body.take(4 * body.column(1)[0])
             files, (versions,) = body.files(""), body.column(1)
             body.column(versions)
             height = body.take(versions)[-1]
