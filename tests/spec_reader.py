@@ -18,7 +18,6 @@ import numcodecs
 import numpy as np
 import xxhash
 
-Array = np.ndarray[Any, np.dtype[Any]]
 COMMIT, ATTEMPT = "metadata.json", ".dckpt/attempt.json"
 SEAL, INDEX = ".dckpt/seal.json", ".dckpt/index.json"
 
@@ -66,8 +65,7 @@ def disk_name(key: str) -> str:
 
 
 def checked_json(data: bytes, digest: Callable[[bytes], str], kind: str) -> Any:
-    digits = len(digest(b""))
-    body = b"{" + data[len('{"checksum":"",') + digits :]
+    body = b"{" + data[len('{"checksum":"",' + digest(b"")) :]
     require(data.startswith(b'{"checksum":"%s",' % digest(body).encode()), f"checksum of {kind}")
     content = json.loads(data)
     require(content["format"] == f"dist_checkpointing.{kind}", f"format of {kind}")
@@ -148,7 +146,7 @@ class Reader:
     """A checkpoint: its arrays by key, and where the values of parts and objects are by name."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.arrays = folder, dict[str, Array]()
+        self.folder, self.arrays = folder, dict[str, np.ndarray]()
         self.places: dict[str, tuple[str, int, int] | bytes] = {}
         self.unpack: Callable[[bytes], Any] = bytes
         content = {"common_backend": "torch", **json.loads(self.bytes_of(COMMIT))}
@@ -288,7 +286,7 @@ class Reader:
         require(body.at == len(body.data), "the end of a node")
 
 
-def read_checkpoint(folder: Path) -> dict[str, Array]:
+def read_checkpoint(folder: Path) -> dict[str, np.ndarray]:
     """All tensors by key, compared with the seal and the checksums, if there are any.
 
     DamagedError says what is damaged; FileNotFoundError if nothing was committed.

@@ -14,6 +14,7 @@ from samples import BACKENDS, GOLDEN, Samples, full_tensors, golden_sample, save
 from spec_reader import DamagedError, read_checkpoint
 
 BACKEND = pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "torch_dist"])
+DATABASES = ("dc0_tensorstore", "format1.0_tensorstore", "format1.0_zarr1", "format1.0_zarr2")
 
 
 def assert_holds(folder: Path, tensors: dict[str, Any]) -> None:
@@ -28,9 +29,10 @@ def test_golden_checkpoints_of_megatron_hold_what_was_saved(name: str) -> None:
     assert_holds(GOLDEN / name, golden_sample(name).tensors)
 
 
-def test_a_golden_database_holds_what_was_saved() -> None:
+@pytest.mark.parametrize("name", DATABASES)
+def test_golden_checkpoints_hold_what_was_saved(name: str) -> None:
     expected = json.loads((GOLDEN / "dc0_tensorstore.expected.json").read_text())["tensors"]
-    found = read_checkpoint(GOLDEN / "dc0_tensorstore")
+    found = read_checkpoint(GOLDEN / name)
     told = {key: {"shape": [*a.shape], "hex": a.tobytes().hex()} for key, a in found.items()}
     assert {key: {**expected[key], **own} for key, own in told.items()} == expected
 
