@@ -1,6 +1,6 @@
 """A database that an earlier release wrote with TensorStore, one a rank and merged, loads exactly.
 
-``tests/golden/dc0_tensorstore.expected.json`` says what it holds.
+``dc0_tensorstore.expected.json`` says what it holds, and what the checkpoints of format 1.0 hold.
 """
 
 import json
@@ -15,12 +15,12 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.mapping import as_numpy
-from dist_checkpointing.testing import data_of, run_ranks
+from dist_checkpointing.testing import assert_same_bits, data_of, run_ranks
 from ocdbt_databases import read_by_tensorstore
 from states import between, cell, shard
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dc0_tensorstore"
+FORMAT_1 = [f"format1.0_{name}" for name in ("tensorstore", "zarr2", "zarr1", "torch_dist")]
 ALPHA = "norm/\N{GREEK SMALL LETTER ALPHA}"
 EXPECTED = json.loads(GOLDEN.with_suffix(".expected.json").read_text())
 
@@ -32,10 +32,6 @@ def full(key: str) -> torch.Tensor:
         return torch.empty(told["shape"], dtype=dtype)
     data = torch.frombuffer(bytearray.fromhex(told["hex"]), dtype=torch.uint8)
     return data.view(dtype).reshape(told["shape"])
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and as_numpy(one).tobytes() == as_numpy(other).tobytes()
 
 
 def part_of(key: str, rank: int, count: int) -> dc.ShardedTensor:
@@ -52,15 +48,16 @@ def assert_holds(folder: Path, keys: set[str]) -> None:
     checkpoint = dc.Checkpoint.open(folder)
     assert set(checkpoint) == keys
     for key in keys:
-        assert same(checkpoint[key][...], full(key)), key
+        assert_same_bits(checkpoint[key][...], full(key), key)
     cells = checkpoint.objects["rng"]
     assert [cells[number] for number in range(2)] == EXPECTED["objects"]["rng"]
     assert checkpoint.common["step"] == EXPECTED["common"]["step"]
 
 
-def test_it_holds_what_was_saved() -> None:
-    assert_holds(GOLDEN, set(EXPECTED["tensors"]))
-    dc.verify_checkpoint(GOLDEN)
+@pytest.mark.parametrize("name", [GOLDEN.name, *FORMAT_1])
+def test_it_holds_what_was_saved(name: str) -> None:
+    assert_holds(GOLDEN.parent / name, set(EXPECTED["tensors"]))
+    dc.verify_checkpoint(GOLDEN.parent / name)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -74,7 +71,7 @@ def test_it_loads_on_other_ranks(world_size: int) -> None:
         loaded = dc.load(template, GOLDEN, comm=comm, verify=True)
         assert loaded["rng"] == EXPECTED["objects"]["rng"][comm.rank % 2]
         for key, part in parts.items():
-            assert same(loaded[key], data_of(part)), key
+            assert_same_bits(loaded[key], data_of(part), key)
 
     run_ranks(world_size, load_rank)
 
