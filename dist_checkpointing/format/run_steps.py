@@ -249,7 +249,10 @@ def write_record(root: Location, record: RunRecord) -> bool:
 def _parsed(content: Any, version: Any) -> RunRecord:
     if content["format"] != _FORMAT:
         raise ValueError(f"format {content['format']!r}")
-    steps = {int(step): StepRecord(**known) for step, known in content["steps"].items()}
+    steps = {
+        int(step): StepRecord(**{name: known[name] for name in _KINDS if name in known})
+        for step, known in content["steps"].items()
+    }
     latest = content["latest"]
     if type(latest) not in (int, NoneType):
         raise ValueError(f"latest is {latest!r}")

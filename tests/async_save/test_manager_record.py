@@ -41,14 +41,15 @@ def killed_before_the_pointer(root: Path, step: int, loaded: int | None = None) 
 # The pointer.
 
 
-def test_a_record_of_an_older_version(tmp_path: Path) -> None:
-    """It says that the step was begun, and not by which save."""
+def test_a_record_of_another_version(tmp_path: Path) -> None:
+    """An older one says that the step was begun, and not by which save; a newer one says more."""
     manager = dc.CheckpointManager(tmp_path, retention=dc.Retention(keep_last=1))
     for step in (1, 2):
         manager.save(step, state(step))
     dc.save(state(3), manager.folder(3))
     record = json.loads((tmp_path / "manager.json").read_text())
     record["steps"]["3"] = {"attempt": None, "verified": False, "stripped": False}
+    record["steps"]["2"]["of_a_later_version"] = 1
     (tmp_path / "manager.json").write_text(json.dumps(record))
     assert manager.latest() == 3
     manager.save(4, state(4))
