@@ -63,18 +63,9 @@ def _weight() -> ShardedTensor:
 
 
 def readme(number: int, names: Names) -> None:
-    del number
-    model = _model()
-    names |= _public() | {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    names |= {"w": _weight().data, "new_w": torch.empty(8, 12), "vocabulary": ["a", "b"]}
-    names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0}
-
-
-def index(number: int, names: Names) -> None:
-    torch_state(number, names)
-    if number == 4:
-        names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "step": 2000}
-        names["weight"] = torch.ones(4, 2)
+    if number == 0:
+        model = _model()
+        names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
 def looking(number: int, names: Names) -> None:
@@ -144,13 +135,19 @@ class Mode(Enum):
 
 
 def concepts(number: int, names: Names) -> None:
-    del number
     names |= {"Config": Config, "Mode": Mode, "config": Config(5), "mode": Mode.WARM}
+    names |= {"tp_rank": 0, "tp_size": 1, "layer": 1, "num_layers": 2, "first_row": 50_000}
+    names |= {"part": torch.ones(4, 768), "a": 700, "b": 800, "flat": torch.ones(100)}
+    if number == 0:
+        names |= {"w": _weight().data, "new_w": torch.empty(8, 12), "vocabulary": ["a", "b"]}
+        names["dp_rank"] = 0
+
+
+def how_it_works(number: int, names: Names) -> None:
+    del number
     names |= _public() | {"torch": torch, "replace": replace, "training": (1, 2)}
     names |= {"state": {"w": _weight()}, "DefaultSavePlanner": DefaultSavePlanner}
     names["TensorStoreSaveShardedStrategy"] = TensorStoreSaveShardedStrategy
-    names |= {"tp_rank": 0, "tp_size": 1, "layer": 1, "num_layers": 2, "first_row": 50_000}
-    names |= {"part": torch.ones(4, 768), "a": 700, "b": 800, "flat": torch.ones(100)}
 
 
 def planning(number: int, names: Names) -> None:
@@ -310,9 +307,9 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/elastic.md": elastic,
     "docs/fsdp2.md": nothing,  # tests/examples runs it on ranks
     "docs/fully_parallel.md": fully_parallel,
+    "docs/how_it_works.md": how_it_works,
     "docs/hugging_face.md": hugging_face,
     "docs/incremental.md": incremental,
-    "docs/index.md": index,
     "docs/looking.md": looking,
     "docs/migrating/deepspeed.md": from_deepspeed,
     "docs/migrating/megatron.md": from_megatron,

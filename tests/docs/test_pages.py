@@ -110,11 +110,11 @@ def test_a_listing_that_fails_is_named_by_its_line(tmp_path: Path) -> None:
     assert (last.path, last.lineno + 1) == (page, 5)
 
 
-def test_the_state_of_the_readme_is_loaded_by_other_ranks(
+def test_the_state_of_the_concepts_is_loaded_by_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    describe, full = _run("README.md")["describe"], torch.arange(24.0).reshape(12, 2)
+    describe, full = _run("docs/concepts.md")["describe"], torch.arange(24.0).reshape(12, 2)
 
     def described(comm: Comm, vocabulary: object, w: torch.Tensor) -> Any:
         own = w.chunk(comm.world_size)[comm.rank]
