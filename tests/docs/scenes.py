@@ -305,7 +305,6 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/recipes.md": recipes,
     "docs/formats.md": formats,
     "docs/elastic.md": elastic,
-    "docs/fsdp2.md": nothing,  # tests/examples runs it on ranks
     "docs/fully_parallel.md": fully_parallel,
     "docs/how_it_works.md": how_it_works,
     "docs/hugging_face.md": hugging_face,

@@ -209,6 +209,9 @@ def test_a_section_of_a_file_is_taken_into_a_page(
     expected = "[a](../a.md#x) `b.py` [c](https://c)\n\n```sh\n## no heading\n```\n### Below"
     assert site_hooks.included("F.md", "One", "sub/page.md").strip() == expected
     assert "[a](a.md#x)" in site_hooks.included("F.md", None, "page.md")
+    (tmp_path / "f.py").write_text('"""A program.\n\nIt prints."""\n\nprint("[a](b.md)")\n')
+    listing = '```python\nprint("[a](b.md)")\n```'
+    assert site_hooks.included("f.py", None, "page.md") == listing
     with pytest.raises(ValueError, match=r"F\.md has no heading 'Three'"):
         site_hooks.included("F.md", "Three", "page.md")
 
