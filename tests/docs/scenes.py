@@ -184,9 +184,10 @@ def torch_dcp(number: int, names: Names) -> None:
     names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     for name in ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"):
         names[name] = getattr(dcp, name)
-    if number == 1:
+    names["old_path"] = "old"
+    if number in (0, 1, 3):
         names["state"] = {"model": model.state_dict(), "step": 7}
-    if number == 2:
+    if number == 4:
         names["state"] = names["template"] = {"w": _weight()}
 
 
@@ -274,12 +275,6 @@ def from_megatron(number: int, names: Names) -> None:
     names |= {"state": {"w": _weight()}, "path": "ckpt/1"}
 
 
-def from_torch_dcp(number: int, names: Names) -> None:
-    if number == 0:
-        names |= {"model": _model(), "old_path": "old", "path": "ckpt/1"}
-        names["state"] = {"model": names["model"].state_dict(), "step": 0}
-
-
 def from_torch_save(number: int, names: Names) -> None:
     if number == 0:
         names |= {"torch": torch, "model": _model(), "step": 3}
@@ -312,7 +307,6 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/looking.md": looking,
     "docs/migrating/deepspeed.md": from_deepspeed,
     "docs/migrating/megatron.md": from_megatron,
-    "docs/migrating/torch_dcp.md": from_torch_dcp,
     "docs/migrating/torch_save.md": from_torch_save,
     "docs/partial.md": partial_loads,
     "docs/object_stores.md": nothing,
