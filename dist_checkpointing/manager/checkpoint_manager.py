@@ -81,7 +81,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         comm: the ranks of the run; by default all of torch.distributed, or this process.
         retention: which checkpoints are kept, where a place does not say; by default all.
         on_error: what the next call does if an asynchronous save has failed. ``"raise"`` the error;
-            ``"warn"``: log it and go on; ``"retry"`` the save, and raise if all attempts failed.
+            ``"warn"``: log it and continue; ``"retry"`` the save, and raise if all attempts failed.
         retries: number of repeated attempts, for ``"retry"``.
         trusted: save anything that can be pickled, and unpickle anything when loading; see ``save``
             and ``load``.
@@ -249,7 +249,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         except CheckpointingException as error:
             if self._on_error != "warn":
                 raise
-            logger.warning("training goes on without a checkpoint: %s", error)
+            logger.warning("training continues without a checkpoint: %s", error)
         finally:
             self._run.end_replacing()
 

@@ -117,7 +117,7 @@ class SaveHandle:
             TimeoutError: see ``result``.
         """
         if not self.wait(timeout_seconds):
-            raise TimeoutError(f"the save into {self.checkpoint_dir} goes on")
+            raise TimeoutError(f"the save into {self.checkpoint_dir} is still running")
         try:
             self.result()
         except Exception as error:  # noqa: BLE001 - it is the answer
@@ -326,7 +326,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             is_through = last.wait(timeout_seconds)
             if timeout_seconds is not None and not self._comm.all_same(0 if is_through else None):
                 raise TimeoutError(
-                    f"the save into {last.checkpoint_dir} goes on after {timeout_seconds:g} s"
+                    f"the save into {last.checkpoint_dir} still runs after {timeout_seconds:g} s"
                 )
             self._last = None
             last.finish(self._comm)
