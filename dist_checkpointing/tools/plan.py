@@ -58,7 +58,7 @@ def plan(
         Option(
             "--shard",
             metavar="PATTERN=AXIS",
-            help="Cut the keys that match PATTERN along this axis; 'none': not at all. May be "
+            help="Shard the keys that match PATTERN along this axis; 'none': not at all. May be "
             "repeated; the first that matches counts.",
         ),
     ] = None,
@@ -79,7 +79,7 @@ def plan(
     opens and its peak memory; and what would make the load fail (then the
     exit code is 1).
 
-    Without --shard, tensors are cut according to their names in Megatron-Core
+    Without --shard, tensors are sharded according to their names in Megatron-Core
     and Hugging Face; those with other names are whole on every rank.
 
     Example: dckpt plan ckpt/1000 --tp 8 --dp 4
