@@ -66,7 +66,7 @@ _RESERVED: Final = frozenset({"model", "optimizer", "step", "rng", _RECORD})
 
 
 class TorchState:
-    """The state of a training: ``save`` and ``load`` take it in place of a state dict.
+    """The state of a training run: ``save`` and ``load`` take it in place of a state dict.
 
     ``load`` restores all of it in place. The model may be plain, in DistributedDataParallel, cut by
     FSDP2 (``fully_shard``), tensor parallelism, HSDP or products of them, with torch.compile and

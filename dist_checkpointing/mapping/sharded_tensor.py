@@ -280,7 +280,7 @@ class ShardedTensor(ShardedBase):
             self.data = init_fn(shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """The shard cut to ``length`` rows from ``start`` along local axis ``dim``.
+        """The shard narrowed to ``length`` rows from ``start`` along local axis ``dim``.
 
         All ranks must narrow in the same way, because the global shape and offset shrink in
         proportion.
@@ -481,7 +481,7 @@ class ShardedTensor(ShardedBase):
         *,
         replica_id: ReplicaId = 0,
     ) -> ShardedTensor:
-        """A shard anywhere in a global tensor, however the other ranks cut it.
+        """A shard anywhere in a global tensor, however the other ranks shard it.
 
         Args:
             key: name of the global tensor.
@@ -506,7 +506,7 @@ class ShardedTensor(ShardedBase):
 
     @classmethod
     def from_dtensor(cls, key: str, tensor: DTensor) -> ShardedTensor:
-        """The part of a DTensor that this rank holds, cut evenly or not. Not collective.
+        """The part of a DTensor that this rank holds, sharded evenly or not. Not collective.
 
         ``data`` is the local tensor itself, so ``load`` fills the DTensor in place. Ranks along
         mesh axes that replicate the tensor are its replicas.

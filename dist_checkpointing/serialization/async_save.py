@@ -55,7 +55,7 @@ class _Captured(threading.Event):
 
 
 class SaveHandle:
-    """A save that goes on behind the training. Any thread may ask, but no forked process.
+    """A save in the background. Any thread may ask, but no forked process.
 
     Its saver makes it and calls ``start`` and ``finish``. One object a rank.
 
@@ -100,7 +100,7 @@ class SaveHandle:
         """Wait for the checkpoint to be committed. Not collective.
 
         Raises:
-            TimeoutError: if this rank is not through in time; the save goes on, and a later call
+            TimeoutError: if this rank is not through in time; the save continues, and a later call
                 may succeed.
             CheckpointingException: if it failed on any rank, the same on all of them, with the
                 tracebacks (nothing was committed then); or in a forked process.
@@ -317,7 +317,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         Raises:
             CheckpointingException: what failed on any rank, on all of them, unless ``result`` has
                 raised it on all.
-            TimeoutError: on all ranks, if any of them is not through in time; the save goes on.
+            TimeoutError: on all ranks, if any of them is not through in time; the save continues.
         """
         with self._turn():
             last = self._last
