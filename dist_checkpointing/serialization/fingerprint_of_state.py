@@ -197,8 +197,8 @@ def verify_restored(
             ]
             if others := sorted({*parts.key_column} - counted):
                 logger.warning(
-                    "%s: not compared with what was saved, because the ranks do not hold all of it "
-                    "in the stored dtype and shape: %d of the tensors: %s",
+                    "%s: tensors not compared with what was saved (%d), because the ranks do not"
+                    " hold all of them in the stored dtype and shape: %s",
                     folder,
                     len(others),
                     ", ".join(others[:10]) + (", ..." if len(others) > 10 else ""),
