@@ -436,7 +436,7 @@ SPEED_ROWS = (
     ("`safetensors` on two ranks, by columns", "model-2-columns", _MODEL, ("save s", "load s")),
     ("`dcp.save` / `dcp.load` through DCPWriter", "one-rank", "DCPWriter", ("save s", "load s")),
 )
-"""The table of README: label, case, way, metrics."""
+"""The table of docs/benchmarks.md: label, case, way, metrics."""
 
 SPEED_COLUMNS = (
     (_RAW, "raw I/O"),

@@ -1,4 +1,4 @@
-"""What was found: tables for the terminal and for README, and one picture."""
+"""What was found: tables for the terminal and for docs/benchmarks.md, and one picture."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def goals_table(verdicts: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def markdown(reports: Mapping[str, Report], verdicts: Sequence[Mapping[str, Any]]) -> str:
-    """The table of README, all goals, and the table of each case."""
+    """The table of docs/benchmarks.md, all goals, and the table of each case."""
     parts = [_markdown(_speed_rows(reports))]
     head = ["case", "", "goal", "found", ""]
     keys = ("case", "what", "goal", "found", "verdict")

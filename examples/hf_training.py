@@ -2,7 +2,7 @@
 
 pip install transformers accelerate
 python examples/hf_training.py DIR --steps 8
-python examples/hf_training.py DIR --steps 16     # goes on at step 8
+python examples/hf_training.py DIR --steps 16     # continues at step 8
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 pip install lightning
 python examples/lightning_training.py DIR --epochs 2
-python examples/lightning_training.py DIR --epochs 4     # goes on with epoch 2
+python examples/lightning_training.py DIR --epochs 4     # continues with epoch 2
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plain training loop with FSDP2 that saves behind the training and resumes by itself.
 
     torchrun --nproc-per-node 2 examples/torch_training.py DIR
-    python examples/torch_training.py DIR --steps 40     # goes on, in one process
+    python examples/torch_training.py DIR --steps 40     # continues, in one process
 
 What makes it resume is one TorchState and a CheckpointManager, all in ``main``.
 """

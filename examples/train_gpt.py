@@ -8,7 +8,7 @@
 The third one has no process group at all. The two lines that matter are ``save(...)`` and
 ``load(...)`` in ``training_runs.py``: neither says how many ranks there are or were. The last one
 is a run of many checkpoints, saved behind the training: kill it in any way, start it again on as
-many ranks as you like, and it goes on (``managed_training.py`` has the loop, ``chaos.py`` does the
+many ranks as you like, and it resumes (``managed_training.py`` has the loop, ``chaos.py`` does the
 killing).
 """
 

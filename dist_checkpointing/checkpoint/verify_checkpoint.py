@@ -116,7 +116,7 @@ class Notes(Examination):
         if seal is None:
             return
         if seal.is_open:
-            problem = "tensors are being removed, or a removal was cut off: files are not compared"
+            problem = "a removal is running or was interrupted: files are not compared"
             remedy = "Remove them once more."
             self.remarks.append(Finding(problem, path=str(folder), remedy=remedy))
             return
@@ -161,7 +161,7 @@ class Notes(Examination):
             rebuild_index(checkpoint.folder)
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
             self.findings += (
-                replace(f, problem=f"zarr-python cannot open it, our own readers can: {f.problem}")
+                replace(f, problem=f"zarr-python cannot open it, our readers can: {f.problem}")
                 for f in error.findings
             )
 
@@ -175,7 +175,7 @@ def said_once(findings: Sequence[Finding], num_tensors: int) -> list[Finding]:
     for same in alike.values():
         keys = {finding.key for finding in same if finding.key is not None}
         if len(keys) >= max(2, num_tensors):
-            what = f"nothing: {len(keys)} tensors and objects cannot be read"
+            what = f"nothing: {len(keys)} keys cannot be read"
             found.append(replace(same[0], key=None, expected=None, found=what))
         else:
             found += same

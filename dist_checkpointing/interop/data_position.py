@@ -1,4 +1,4 @@
-"""The position of a training in its data, for any number of ranks."""
+"""The position of a training run in its data, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 
 
 class DataPosition:
-    """How far a training is in a dataset with random access, and the batches that come next.
+    """How far a training run is in a dataset with random access, and the next batches.
 
     The order of all samples of an epoch is computed from the seed and the number of the epoch; no
     permutation is stored or sent. A global batch is the next ``batch_size`` samples of that order,
@@ -25,7 +25,7 @@ class DataPosition:
 
     All of the state is three numbers, the same on all ranks. Save it with
     ``TorchState(model, optimizer, data=position)``, or as ``position.state_dict()`` in any state
-    dict. Load it before a loader is iterated. A global batch of another size also goes on with
+    dict. Load it before a loader is iterated. A global batch of another size also continues with
     exactly the next sample.
 
     Iterating a position yields the samples of the rest of the epoch one by one, in the global
@@ -208,7 +208,7 @@ class RankBatches:
 
 
 class FilePositions:
-    """How far a training is in each file of an iterable dataset, for any number of ranks.
+    """How far a training run is in each file of an iterable dataset, for any number of ranks.
 
     Files are divided among the ranks. On other ranks they are divided anew, and each is read on
     after the last sample that was trained on; the order of samples is another one then. Ranks may

@@ -149,7 +149,7 @@ def _part(key: str, tensor: torch.Tensor) -> LocalPart | None:
     if hasattr(tensor, "local_shards") or hasattr(tensor, "__create_chunk_list__"):
         raise invalid_sharding(
             key,
-            "this kind of tensor has no memory of its own",
+            "this kind of tensor has no memory",
             expected="a torch.Tensor or DTensor",
             found=type(tensor).__name__,
             remedy="FSDP1: use FSDP2 (fully_shard), or state dicts of DTensors.",

@@ -28,7 +28,7 @@ class RunCheckpoints(Checkpoint):  # type: ignore[misc]  # lightning may be miss
             of the loader, and the Trainer has ``use_distributed_sampler=False``.
         options: options of ``CheckpointManager``, such as ``retention``.
 
-    With ``Trainer(callbacks=[RunCheckpoints("run")])``, ``fit`` goes on where the last one ended.
+    With ``Trainer(callbacks=[RunCheckpoints("run")])``, ``fit`` continues where the last one ended.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         inner = getattr(module, name, None)
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         finding = Finding(
-            "FSDP1 keeps flat parameters without a shape of their own",
+            "FSDP1 keeps flat parameters, which have lost their shapes",
             expected="FSDP2",
             found="FullyShardedDataParallel",
             remedy="Wrap the model with torch.distributed.fsdp.fully_shard.",
@@ -323,7 +323,7 @@ class OptimizerTemplate:
             ):
                 return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             if (isinstance(parameter, DTensor) and shape) or (not nests and "." in entry):
-                problem = "how this state is cut is known only after a step of the optimizer"
+                problem = "how this state is sharded is known only after a step of the optimizer"
                 expected = f"the shape of the parameter, {list(parameter.shape)}"
                 remedy = "Make one step of the optimizer before the load."
                 findings.append(Finding(problem, key, expected, list(shape), remedy=remedy))

@@ -66,7 +66,7 @@ _RESERVED: Final = frozenset({"model", "optimizer", "step", "rng", _RECORD})
 
 
 class TorchState:
-    """The state of a training: ``save`` and ``load`` take it in place of a state dict.
+    """The state of a training run: ``save`` and ``load`` take it in place of a state dict.
 
     ``load`` restores all of it in place. The model may be plain, in DistributedDataParallel, cut by
     FSDP2 (``fully_shard``), tensor parallelism, HSDP or products of them, with torch.compile and
@@ -132,7 +132,7 @@ class TorchState:
             raise TypeError(f"optimizer must be an optimizer, or several; found {found}")
         if any(hasattr(one, "consolidate_state_dict") for one in several):
             finding = Finding(
-                "ZeroRedundancyOptimizer keeps its state outside of its own state",
+                "ZeroRedundancyOptimizer keeps its state outside optimizer.state",
                 found=", ".join(type(one).__name__ for one in several),
                 remedy="Wrap the model with torch.distributed.fsdp.fully_shard.",
             )
@@ -167,7 +167,7 @@ class TorchState:
                         finding = Finding(
                             "it has DTensors, and other values that differ between ranks",
                             name,
-                            remedy="Keep what each rank has for itself in an object of its own.",
+                            remedy="Keep values that differ between ranks in a separate object.",
                         )
                         raise InvalidShardingError("this object cannot be saved", [finding])
                 per_rank[name] = own
@@ -285,7 +285,7 @@ class TorchState:
         unfit = [name for name in self._others if name in record["per_rank"] and not is_same]
         for name in unfit:
             logger.warning(
-                "%s is not restored: each of %d ranks has saved its own, and now there are others",
+                "%s is not restored: it was saved per rank on %d ranks, and now there are others",
                 name,
                 record["world_size"],
             )

@@ -60,7 +60,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     Of more places each is such a root. A step is saved to the first, and a thread copies it on.
     All methods are collective, and only one thread at a time may call them.
 
-    A save goes on from the step that this manager has loaded or saved last, or else from the
+    A save continues from the step that this manager has loaded or saved last, or else from the
     latest. After ``load(template, 6000)`` and ``save(6500, ...)`` the step 7000 is abandoned: it is
     loaded by number alone, a new save of it replaces it when that commits, and retention deletes it
     as newer steps come. The function ``load`` looks at a step without going back to it.
@@ -81,7 +81,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         comm: the ranks of the run; by default all of torch.distributed, or this process.
         retention: which checkpoints are kept, where a place does not say; by default all.
         on_error: what the next call does if an asynchronous save has failed. ``"raise"`` the error;
-            ``"warn"``: log it and go on; ``"retry"`` the save, and raise if all attempts failed.
+            ``"warn"``: log it and continue; ``"retry"`` the save, and raise if all attempts failed.
         retries: number of repeated attempts, for ``"retry"``.
         trusted: save anything that can be pickled, and unpickle anything when loading; see ``save``
             and ``load``.
@@ -249,7 +249,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         except CheckpointingException as error:
             if self._on_error != "warn":
                 raise
-            logger.warning("training goes on without a checkpoint: %s", error)
+            logger.warning("training continues without a checkpoint: %s", error)
         finally:
             self._run.end_replacing()
 
@@ -313,7 +313,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def load(
         self, template: ShardedStateDict | ShardedStateful, step: int | None = None, **options: Any
     ) -> StateDict:
-        """Load a step, from which the run then goes on.
+        """Load a step, from which the run then continues.
 
         Args:
             template: see ``load``.

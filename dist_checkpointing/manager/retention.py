@@ -28,7 +28,7 @@ class Retention:
         keep_best: Number of checkpoints with the best metrics that are kept beside the others.
         best: Which metrics are best.
         drop_optimizer_after: Number of the newest checkpoints that keep their optimizer state.
-            Older ones can still be evaluated, but training cannot go on from them. Not for runs in
+            Older ones can be evaluated, but training cannot continue from them. Not for runs in
             an object store.
         optimizer_prefix: Prefix of the keys of optimizer state; None for ``optim.``,
             ``optimizer.``, ``chained_0.optimizer.`` and others that ``dckpt stats`` counts so.

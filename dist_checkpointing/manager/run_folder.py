@@ -224,7 +224,7 @@ class RunFolder:
                         "another manager has saved here since this one did",
                         found=f"{record.writer}; the latest step is {record.latest} now",
                         path=str(self.root),
-                        remedy="End one of the two runs, or give each a folder of its own.",
+                        remedy="End one of the two runs, or give each a separate folder.",
                     )
                     raise CheckpointExistsError("two managers save into one folder", [finding])
                 if not is_here:

@@ -403,7 +403,7 @@ class Run:
             f"this manager has {known}",
             found=self.near.record().writer or None,
             path=str(self.best_place(newest)),
-            remedy="To go on from an earlier step, load it first: manager.load(template, step). "
+            remedy="To continue from an earlier step, load it first: manager.load(template, step). "
             "Save another run into another folder, or begin a new history in this one with "
             "CheckpointManager(root, fresh=True).",
         )

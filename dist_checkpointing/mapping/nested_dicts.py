@@ -346,8 +346,8 @@ def _entries_of_base(
     ]
     if len(base) == len(plain):  # the writer left no None for sharded leaves
         return dict(zip(plain, base, strict=True))
-    expected = f"{len(plain)} plain values among {len(structure.keys)} entries"
-    raise _conflict(path, expected, f"{len(base)} entries")
+    expected = f"length {len(structure.keys)}, or {len(plain)} without the sharded ones"
+    raise _conflict(path, expected, f"length {len(base)}")
 
 
 def _conflict(path: Path, expected: str, found: object) -> StateMismatchError:

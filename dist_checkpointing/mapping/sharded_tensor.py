@@ -147,13 +147,12 @@ class ShardedTensor(ShardedBase):
             raise self._wrong("prepend_axis_num must not be negative", found=prepended)
         if len(self.global_offset) != axes:
             problem = "global_offset and global_shape must have one entry for each axis"
-            raise self._wrong(
-                problem, expected=f"{axes} axes", found=f"global_offset {tuple(self.global_offset)}"
-            )
+            expected, found = f"global_shape {self.global_shape}", f"offset {self.global_offset}"
+            raise self._wrong(problem, expected=expected, found=found)
         if len(self.local_shape) + prepended != axes:
             problem = "local axes and prepended axes must add up to the global ones"
             found = f"local_shape {tuple(self.local_shape)} with {prepended} prepended"
-            raise self._wrong(problem, expected=f"{axes} axes", found=found)
+            raise self._wrong(problem, expected=f"global_shape {self.global_shape}", found=found)
         self._check_data(tuple(self.local_shape))
         if self.axis_fragmentations is not None:
             self._check_grid(self.axis_fragmentations)
@@ -184,7 +183,7 @@ class ShardedTensor(ShardedBase):
     def _check_grid(self, grid: Ints) -> None:
         if len(grid) != len(self.global_shape):
             problem = "axis_fragmentations must have one entry for each global axis"
-            raise self._wrong(problem, expected=f"{len(self.global_shape)} axes", found=grid)
+            raise self._wrong(problem, expected=f"global_shape {self.global_shape}", found=grid)
         if any(count < 1 for count in grid):
             raise self._wrong("axis_fragmentations must be at least 1", found=grid)
         local, offset = tuple(self.local_shape), tuple(self.global_offset[self.prepend_axis_num :])
@@ -281,7 +280,7 @@ class ShardedTensor(ShardedBase):
             self.data = init_fn(shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """The shard cut to ``length`` rows from ``start`` along local axis ``dim``.
+        """The shard narrowed to ``length`` rows from ``start`` along local axis ``dim``.
 
         All ranks must narrow in the same way, because the global shape and offset shrink in
         proportion.
@@ -299,7 +298,7 @@ class ShardedTensor(ShardedBase):
         extent = self.local_shape[dim]
         axis = dim + self.prepend_axis_num
         if extent == 0 or self.global_shape[axis] % extent or self.global_offset[axis] % extent:
-            raise self._wrong(f"axis {dim} is not cut evenly and cannot be narrowed")
+            raise self._wrong(f"axis {dim} is not sharded evenly and cannot be narrowed")
         stop = start + length
         if not 0 <= start <= stop <= extent:
             problem = f"rows outside local axis {dim}"
@@ -405,7 +404,7 @@ class ShardedTensor(ShardedBase):
                 problem = "(axis, position, count) needs each axis at most once, 0 <= axis < ndim"
                 expected = f"axis < {len(extents)}"
                 if 0 <= axis < len(extents) and axis not in seen:
-                    problem = f"position {position} is outside of axis {axis}, cut into {count}"
+                    problem = f"position {position} is outside axis {axis}, split into {count}"
                     expected = f"0 <= position < {count}"
                 finding = Finding(problem, key, expected=expected, found=parts)
                 message = f"Invalid rank offsets: {rank_offsets} for key {key}."
@@ -482,7 +481,7 @@ class ShardedTensor(ShardedBase):
         *,
         replica_id: ReplicaId = 0,
     ) -> ShardedTensor:
-        """A shard anywhere in a global tensor, however the other ranks cut it.
+        """A shard anywhere in a global tensor, however the other ranks shard it.
 
         Args:
             key: name of the global tensor.
@@ -507,7 +506,7 @@ class ShardedTensor(ShardedBase):
 
     @classmethod
     def from_dtensor(cls, key: str, tensor: DTensor) -> ShardedTensor:
-        """The part of a DTensor that this rank holds, cut evenly or not. Not collective.
+        """The part of a DTensor that this rank holds, sharded evenly or not. Not collective.
 
         ``data`` is the local tensor itself, so ``load`` fills the DTensor in place. Ranks along
         mesh axes that replicate the tensor are its replicas.

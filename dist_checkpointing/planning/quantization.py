@@ -258,7 +258,7 @@ class Dequantize(CastTo, name="dequantize"):
         for tensor, key in zip((codes, scales), keys, strict=True):
             if tensor != DerivedTensor.whole(key, tensor.shape, tensor.dtype):
                 remedy = "Put this rule before that one."
-                raise Misfit(f"a rule before has cut, joined or turned {key}", remedy=remedy)
+                raise Misfit(f"an earlier rule has changed the layout of {key}", remedy=remedy)
         is_packed = codes.dtype.name == "uint8"
         known = _E8M0 if is_packed else _E8M0 | FLOATING - _FP8
         if scales.dtype.name not in known:

@@ -334,9 +334,9 @@ class Derivation:
         """How many tensors are made, left out and so on, in one line."""
         changed = len(self.changed)
         return (
-            f"{len(self.tensors)} tensors: {changed} by rules, {len(self.tensors) - changed} as "
-            f"stored; {len(self.left_out)} left out, {len(self.cut)} in part; "
-            f"{sum(not n for _, n in self.counts)} of {len(self.counts)} rules match nothing"
+            f"tensors: {len(self.tensors)} ({changed} by rules, {len(self.tensors) - changed} as "
+            f"stored), {len(self.left_out)} left out, {len(self.cut)} in part; rules that match "
+            f"nothing: {sum(not n for _, n in self.counts)} of {len(self.counts)}"
         )
 
 

@@ -389,7 +389,7 @@ class Split(EachRule, name="split"):
         unit, rest = divmod(tensor.shape[axis], self.groups * sum(sizes))
         if rest:
             raise Misfit(
-                f"axis {axis} cannot be cut like that",
+                f"axis {axis} cannot be split like that",
                 expected=f"a multiple of {self.groups * sum(sizes)}",
                 found=tensor.shape[axis],
             )
@@ -438,7 +438,7 @@ class Concat(JoinRule, name="concat"):
             extent, rest = divmod(tensor.shape[axis], self.groups)
             if rest:
                 what = f"axis {axis} of {keys[number]!r}"
-                problem = f"{what} cannot be cut into {self.groups} groups"
+                problem = f"{what} cannot be split into {self.groups} groups"
                 raise Misfit(problem, found=tensor.shape)
             rows += tensor.cut(axis, [extent] * self.groups)
         groups = [rows[group :: self.groups] for group in range(self.groups)]
@@ -499,7 +499,7 @@ class Stack(JoinRule, name="stack"):
         missing = sorted({*range(max(parts) + 1)} - parts.keys())
         if missing:
             listed = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-            raise Misfit(f"layers are missing: {listed}", found=f"{len(keys)} layers")
+            raise Misfit(f"layers are missing: {listed}", found=f"layers {sorted(keys)}")
         layers = [
             part.permuted([None, *range(len(part.shape))]) for _, part in sorted(parts.items())
         ]

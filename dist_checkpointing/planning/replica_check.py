@@ -272,7 +272,7 @@ def _finding(
         found.append(f"copies that differ on {ranks_text(mixed, _MAX_RANKS)}")
     number, how = part, ""
     if part >= len(copies.parts):
-        number, how = int(copies.cut[part - len(copies.parts), 0]), ", which are cut differently,"
+        number, how = int(copies.cut[part - len(copies.parts), 0]), ", sharded differently,"
     flat = copies.parts.flat_range(number)
     where = str(copies.parts.box(number)) + ("" if flat is None else f", {flat[0]}:{flat[1]}")
     return Finding(

@@ -1,4 +1,4 @@
-"""Save, load, save behind a training, and the small readers."""
+"""Save, load, save in the background, and the small readers."""
 
 from dist_checkpointing.format.commit import (
     check_is_distributed_checkpoint as check_is_distributed_checkpoint,

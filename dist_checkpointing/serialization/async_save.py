@@ -55,7 +55,7 @@ class _Captured(threading.Event):
 
 
 class SaveHandle:
-    """A save that goes on behind the training. Any thread may ask, but no forked process.
+    """A save in the background. Any thread may ask, but no forked process.
 
     Its saver makes it and calls ``start`` and ``finish``. One object a rank.
 
@@ -100,7 +100,7 @@ class SaveHandle:
         """Wait for the checkpoint to be committed. Not collective.
 
         Raises:
-            TimeoutError: if this rank is not through in time; the save goes on, and a later call
+            TimeoutError: if this rank is not through in time; the save continues, and a later call
                 may succeed.
             CheckpointingException: if it failed on any rank, the same on all of them, with the
                 tracebacks (nothing was committed then); or in a forked process.
@@ -117,7 +117,7 @@ class SaveHandle:
             TimeoutError: see ``result``.
         """
         if not self.wait(timeout_seconds):
-            raise TimeoutError(f"the save into {self.checkpoint_dir} goes on")
+            raise TimeoutError(f"the save into {self.checkpoint_dir} is still running")
         try:
             self.result()
         except Exception as error:  # noqa: BLE001 - it is the answer
@@ -317,7 +317,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         Raises:
             CheckpointingException: what failed on any rank, on all of them, unless ``result`` has
                 raised it on all.
-            TimeoutError: on all ranks, if any of them is not through in time; the save goes on.
+            TimeoutError: on all ranks, if any of them is not through in time; the save continues.
         """
         with self._turn():
             last = self._last
@@ -326,7 +326,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             is_through = last.wait(timeout_seconds)
             if timeout_seconds is not None and not self._comm.all_same(0 if is_through else None):
                 raise TimeoutError(
-                    f"the save into {last.checkpoint_dir} goes on after {timeout_seconds:g} s"
+                    f"the save into {last.checkpoint_dir} still runs after {timeout_seconds:g} s"
                 )
             self._last = None
             last.finish(self._comm)

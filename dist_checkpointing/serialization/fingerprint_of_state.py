@@ -197,7 +197,7 @@ def verify_restored(
             ]
             if others := sorted({*parts.key_column} - counted):
                 logger.warning(
-                    "%s: %d tensors are not compared with what was saved, because the ranks do not"
+                    "%s: tensors not compared with what was saved (%d), because the ranks do not"
                     " hold all of them in the stored dtype and shape: %s",
                     folder,
                     len(others),

@@ -313,7 +313,7 @@ class SaveJob:
                     path=str(folder.path),
                     remedy="Pass a disk that all ranks share, or save with tensorstore.",
                 )
-                raise UnsupportedFormatError("each machine has a disk of its own", [finding])
+                raise UnsupportedFormatError("each machine has a separate disk", [finding])
         if options.get("fingerprints", False):
             if not writer.keeps_fingerprints:
                 finding = Finding(

@@ -207,7 +207,7 @@ class StagingBuffers:
         if self._is_taken:
             finding = Finding(
                 "the staging buffers hold a save that is not finished",
-                remedy="Wait for it, or give each AsyncSaver buffers of its own.",
+                remedy="Wait for it, or give each AsyncSaver separate buffers.",
             )
             raise CheckpointingException("cannot stage two saves at once", [finding])
         self._is_taken = True

@@ -298,7 +298,7 @@ class DeepSpeedFiles(TensorFiles):
                 path, stop = str(part.file), part.start + part.count
                 if part.size < stop:
                     expected = f"at least {stop} elements"
-                    findings.append(Finding("cut off", key, expected, part.size, path=path))
+                    findings.append(Finding("truncated", key, expected, part.size, path=path))
                 elif part.dtype is not dtype:
                     findings.append(Finding("two dtypes", key, dtype, part.dtype, path=path))
             if begins[-1] != math.prod(shape):
@@ -412,7 +412,7 @@ def _share(content: Any, file: Path) -> _Share:
             for number in group["params"]:
                 state[number].setdefault("step", step)
     sizes = tuple(weight.numel() for weight in weights)
-    kind, paddings = f"stage {stage}, {counts[0]} ranks", zero.get("param_alignment_paddings")
+    kind, paddings = f"stage {stage}, world size {counts[0]}", zero.get("param_alignment_paddings")
     return _Share(file, kind, stage, int(counts[0]), sizes, paddings, state, groups)
 
 

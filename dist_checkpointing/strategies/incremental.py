@@ -83,7 +83,7 @@ def require_sharing(writer: StorageWriter | None, form: str, split: str | None =
     """
     message, details = "the checkpoint cannot be incremental", dict[str, Any]()
     if split is not None:
-        message = "each machine has a disk of its own"
+        message = "each machine has a separate disk"
         problem = "files are shared with a base that is whole on one disk"
         details = {"path": split}
         remedy = "Save without a base, or to a disk that all ranks share."

@@ -95,7 +95,7 @@ def check_pickle(data: Any, storage: StorageCheck = _no_storage) -> Pickle:
         with paused_collector():
             return _Walk(storage).run(data)
     except (KeyError, IndexError) as error:
-        raise BadPickle("it is cut off, or no pickle of a state dict has its opcodes") from error
+        raise BadPickle("it is truncated, or no pickle of a state dict has its opcodes") from error
 
 
 # The opcodes that picklers of state dicts write, see pickletools. All others are refused.

@@ -103,7 +103,7 @@ class TorchFile(TensorFiles):
             key = ".".join(str(step) for step, _ in path)
             if key in tensors:
                 finding = Finding("two tensors have this path", key, path=str(file))
-                raise CheckpointingException("tensors cannot be told apart", [finding])
+                raise CheckpointingException("tensors cannot be distinguished", [finding])
             tensors[key] = leaf.detach()
         rest = mapped(content, lambda leaf: MISSING if _is_storable(leaf) else leaf)
         return tensors, cells, common | rest

@@ -254,7 +254,7 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
         digests += [compare(pair) for pair in small]
     digests += in_threads(compare, large, options.threads)
     remedy = (
-        "Give each leaf memory of its own. If it has, memory or the file system of this machine "
+        "Give each leaf separate memory. If it has, memory or the file system of this machine "
         "changes what is read."
     )
     problem = "memory does not hold what was saved, though another read of it does"
@@ -371,7 +371,7 @@ class Verifier:
             logger.warning(
                 "%s %s: the common state and sharded objects in files are not verified",
                 folder,
-                "has no seal" if seal is None else "has an open seal, as a removal was cut off",
+                "has no seal" if seal is None else "has an open seal (an interrupted removal)",
             )
             tables = read_tables(folder)
         else:

@@ -26,8 +26,8 @@ EXIT_INTERRUPTED: Final = 130
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "ls": ("ls:ls", "List a checkpoint, or the steps of a run; follow its saves."),
     "show": ("show:show", "Show one tensor, object or value."),
-    "stats": ("stats:stats", "Count what it consists of."),
-    "verify": ("verify:verify", "Read all of it and name what is damaged."),
+    "stats": ("stats:stats", "Count files, bytes, dtypes and tensors."),
+    "verify": ("verify:verify", "Read everything and name what is damaged."),
     "diff": ("diff:diff", "Compare two checkpoints."),
     "convert": ("convert_command:convert", "Convert it into another format."),
     "plan": ("plan:plan", "Forecast a load on many ranks."),
@@ -111,7 +111,7 @@ def options(
     ] = False,
     debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Look into distributed checkpoints, check, compare and convert them.
+    """Inspect, verify, compare and convert distributed checkpoints.
 
     Works on one machine, without a process group, for every backend, also
     for checkpoints of Megatron-Core and torch.distributed.checkpoint.

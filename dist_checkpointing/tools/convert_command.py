@@ -86,8 +86,8 @@ def convert(
         Texts | None,
         Option(
             metavar="[PATTERN:]axis=0,parts=8",
-            help="Cut tensors into parts: all, or those whose new keys match; more axes follow "
-            "after a semicolon. Otherwise they stay cut as they are.",
+            help="Split tensors into parts: all, or those whose new keys match; more axes follow "
+            "after a semicolon. Otherwise they keep their chunks.",
         ),
     ] = None,
     weights: Annotated[
@@ -211,7 +211,7 @@ def _lines(done: Conversion, destination: Path, *, dry_run: bool) -> Iterator[st
         yield f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}"
     if plan.uncut:
         keys, more = ", ".join(plan.uncut[:3]), ", ..." if len(plan.uncut) > 3 else ""
-        yield f"  not cut, no such axis: {counted(len(plan.uncut), 'tensor')} ({keys}{more})"
+        yield f"  not split, no such axis: {counted(len(plan.uncut), 'tensor')} ({keys}{more})"
     if done.verified_bytes:
         size = bytes_text(done.verified_bytes)
         yield f"  verified: {size} of tensors by the checksums of the source"

@@ -92,21 +92,21 @@ def ls(
         Option("--fingerprint", "-f", help="Fingerprints of the tensors; reads those without one."),
     ] = False,
     follow: Annotated[
-        bool, Option("--follow", help="Follow the saves that are going on; see below.")
+        bool, Option("--follow", help="Follow saves in progress; see above.")
     ] = False,
     trusted: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
     """List the tensors of a checkpoint, or the steps of a run.
 
-    Of a tensor: key, shape, dtype, size and how it is cut. Also opens
+    Of a tensor: key, shape, dtype, size and chunks. Also opens
     safetensors, files of torch.save and DeepSpeed checkpoints. Of a step of a
     run: whether it is whole, its age, size and what deleting it would free
     (OWN), and which steps share files with it.
 
     "8x1 of 512x4096" means 8 chunks along the first axis and 1 along the
     second, each of that shape. A fingerprint depends on values, dtype and
-    shape, and not on how a tensor is cut. One that the save did not keep is
+    shape, and not on how a tensor is sharded. One that the save did not keep is
     computed: the tensor is read.
 
     With --follow, shows who saves, how many bytes so far, and how each save
@@ -151,7 +151,7 @@ def ls(
             _add_table(report, entries, fingerprints)
             report.paragraph(_total(entries), "bold")
             if pattern is None and (own := count_files(opened.folder).own_text()):
-                report.line(f"of its own: {own}")
+                report.line(f"not shared: {own}")
         report.print()
     if pattern is not None and not tensors and not others:
         near = hint(pattern, opened)

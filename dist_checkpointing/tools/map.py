@@ -38,7 +38,7 @@ def map_tensors(
     force: Annotated[bool, Option("--force", "-f", help="Replace the file.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw how tensors are cut into chunks, and which rank wrote each.
+    """Draw how tensors are stored in chunks, and which rank wrote each.
 
     Writes one page (.html) that works offline: all tensors by size, search,
     zoom by prefix, and every tensor to scale, chunk by chunk.

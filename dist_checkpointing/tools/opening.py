@@ -48,7 +48,7 @@ CheckpointArgument = Annotated[
 Trusted = Annotated[
     bool, Option("--trusted", help="Unpickle anything: lets the files run any code.")
 ]
-Memory = Annotated[str, Option(metavar="SIZE", help="Memory that this process may take in all.")]
+Memory = Annotated[str, Option(metavar="SIZE", help="Memory limit of the whole process.")]
 
 Uses = Mapping[str, location.FileUse]
 """The files of a folder, by relative name."""

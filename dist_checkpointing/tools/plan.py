@@ -58,7 +58,7 @@ def plan(
         Option(
             "--shard",
             metavar="PATTERN=AXIS",
-            help="Cut the keys that match PATTERN along this axis; 'none': not at all. May be "
+            help="Shard the keys that match PATTERN along this axis; 'none': not at all. May be "
             "repeated; the first that matches counts.",
         ),
     ] = None,
@@ -79,7 +79,7 @@ def plan(
     opens and its peak memory; and what would make the load fail (then the
     exit code is 1).
 
-    Without --shard, tensors are cut according to their names in Megatron-Core
+    Without --shard, tensors are sharded according to their names in Megatron-Core
     and Hugging Face; those with other names are whole on every rank.
 
     Example: dckpt plan ckpt/1000 --tp 8 --dp 4
@@ -397,7 +397,7 @@ def _totals(opened: Checkpoint, found: dict[str, Any]) -> list[tuple[str, str]]:
 def _add_cuts(report: Report, index: Index, cuts: Sequence[KeyCut], tp: int) -> None:
     axes = Counter(cut.axis for cut in cuts if cut.axis is not None)
     for axis, count in sorted(axes.items()):
-        report.line(f"cut along axis {axis}: {counted(count, 'tensor')}")
+        report.line(f"sharded along axis {axis}: {counted(count, 'tensor')}")
     for reason in (Reason.NO_RULE, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
@@ -408,7 +408,7 @@ def _add_cuts(report: Report, index: Index, cuts: Sequence[KeyCut], tp: int) -> 
             report.line(text, "yellow" if indivisible else None)
             _add_keys(report, sorted(keys, key=lambda key: -index[key].num_bytes))
             if reason is Reason.NO_RULE:
-                report.line("To cut them, say how: --shard PATTERN=AXIS")
+                report.line("To shard them, say how: --shard PATTERN=AXIS")
 
 
 def _add_keys(report: Report, keys: Sequence[str]) -> None:

@@ -144,7 +144,7 @@ def _report(found: dict[str, Any]) -> Report:
         "backend": f"{name} {version}",
         "tensors": f"{number}, {found['num_elements']:,} elements, {bytes_text(num_bytes)}",
         "files": f"{counted(files.num_files, 'file')}, {size}, {on_disk}",
-        "of its own": files.own_text(),
+        "not shared": files.own_text(),
         "chunks": chunks if found["num_chunks"] else "none",
         **found["facts"],
     }

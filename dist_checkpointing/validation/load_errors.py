@@ -281,7 +281,7 @@ def overlap_finding(key: str, data: torch.Tensor) -> Finding:
         "elements of the tensor to fill share memory, as after expand()",
         key,
         found=f"strides {tuple(data.stride())} of shape {tuple(data.shape)}",
-        remedy="Give it memory of its own, such as clone().",
+        remedy="Give it separate memory, such as clone().",
     )
 
 
@@ -410,7 +410,7 @@ def fill_staged(staged: Sequence[StagedTensor]) -> None:
     spans = np.array([*map(memory_of, given)], dtype=np.int64).reshape(-1, 2)
     problem = "another tensor of the template, for which other values are stored, has its memory"
     findings = [
-        Finding(problem, staged[row].key, remedy="Give each leaf memory of its own.")
+        Finding(problem, staged[row].key, remedy="Give each leaf separate memory.")
         for row in sharing_memory(given, *spans.T)
         if not staged[row].is_kept
     ]
@@ -436,7 +436,7 @@ def require_same_save(is_same: bool, checkpoint_dir: str | PathLike[str]) -> Non
     finding = Finding(
         "another save into this folder began after the load",
         path=str(checkpoint_dir),
-        remedy="What was read may be of both: load again, and save each step into its own folder.",
+        remedy="What was read may be of both: load again, and save each step into a new folder.",
     )
     message = "the checkpoint was overwritten while it was read"
     raise CorruptCheckpointError(message, [finding])

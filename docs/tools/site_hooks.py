@@ -4,6 +4,7 @@ A page may say, on a line of its own::
 
     <!-- include: README.md#Speed -->        the text below that heading of a file of the repository
     <!-- include: benchmarks/README.md -->    a whole file, without its title
+    <!-- include: examples/train_gpt.py -->   a program, without its docstring
     <!-- commands -->                         the help of every command of ``dckpt``
 
 Pictures are put into the page itself, so that they follow its light or dark colours. Types of
@@ -27,6 +28,7 @@ _COMMANDS: Final = re.compile(r"^<!-- commands -->$", re.MULTILINE)
 _FENCE: Final = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _HEADING: Final = re.compile(r"^(#+) +(.+?) *$", re.MULTILINE)
 _LINK: Final = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_END_OF_DOCSTRING: Final = '"""\n\n'
 _UNRESOLVED: Final = re.compile(r'<span title="([\w.]+)">([\w.]+)</span>')
 _PYTHON: Final = "https://docs.python.org/3/library/"
 _TORCH: Final = "https://docs.pytorch.org/docs/stable/"
@@ -61,6 +63,8 @@ def included(path: str, heading: str | None, page: str) -> str:
         ValueError: if the file has no such heading.
     """
     text = (ROOT / path).read_text()
+    if path.endswith(".py"):
+        return f"```python\n{text.partition(_END_OF_DOCSTRING)[2]}```"
     text = _section(text, heading, path)
     up = "../" * (len(PurePosixPath(page).parts) - 1)
 

@@ -119,7 +119,7 @@ def test_a_template_that_does_not_fit_is_an_error_and_no_reason_to_go_back(tmp_p
         manager.load({"w": template()["w"]})
     memory = torch.empty(3)
     manager.save(3, {key: shard(key, torch.full((3,), float(ord(key)))) for key in "ab"})
-    with pytest.raises(dc.CheckpointingException, match="memory of its own"):
+    with pytest.raises(dc.CheckpointingException, match="separate memory"):
         manager.load({key: shard(key, memory) for key in "ab"})
     assert manager.latest_valid() == 3
 

@@ -61,7 +61,7 @@ def test_a_summary(source: Path, tmp_path: Path) -> None:
     )
     assert "converted 6 tensors (8.8 MiB)" in text
     assert "tensorstore 1 -> zarr 2" in text
-    assert "recipe: 6 tensors: 6 by rules, 0 as stored; 1 left out" in text
+    assert "recipe: tensors: 6 (6 by rules, 0 as stored), 1 left out" in text
     assert all(len(line) > 1 for line in text.splitlines())
 
 
@@ -205,7 +205,7 @@ def test_a_recipe_makes_other_tensors(
     assert "rule 3: rename 'nrom', to='bias': matches nothing" in output
     assert not (tmp_path / "new").exists()
     output = run(source, tmp_path / "new", "--to", "zarr", "--recipe", recipe)
-    assert "1 of 3 rules match nothing" in output
+    assert "rules that match nothing: 1 of 3" in output
     assert "nothing matches rule 3 (rename 'nrom', to='bias'): a pattern must" in caplog.text
     assert "verified: 8.8 MiB of tensors by the checksums of the source" in output
     found = load_plain_tensors(tmp_path / "new")
@@ -220,7 +220,7 @@ def test_a_recipe_makes_other_tensors(
     recipe.write_text(json.dumps([*lossy, {"drop": "layer.5.w"}]))
     output = run(source, tmp_path / "lossy", "--to", "zarr", "--recipe", recipe, "--lossy")
     assert "cast: 5 tensors float32 -> bfloat16, values rounded" in output
-    assert "; 1 left out, 1 in part; 0 of 3 rules" in output
+    assert ", 1 left out, 1 in part; rules that match nothing: 0 of 3" in output
 
 
 def test_options_are_rules_after_those_of_the_recipe(source: Path, tmp_path: Path) -> None:

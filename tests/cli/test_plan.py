@@ -157,8 +157,8 @@ def test_where_nothing_says_how_to_cut_tensors_are_whole(tmp_path: Path) -> None
     save_on(2, lambda comm: {k: rows(k, v, comm) for k, v in states.items()}, tmp_path, "zarr")
     text, rule = invoke(tmp_path, "--tp", 8), "{x*}.attn.qkv"
     assert "whole on every rank, no rule matches: 2 tensors, 8.0 KiB" in text
-    assert "  blocks.*.attn.qkv  (2)\nTo cut them, say how: --shard PATTERN=AXIS" in text
-    assert "cut along axis 1: 2 tensors" in invoke(tmp_path, "--tp", 8, "--shard", f"{rule}=-1")
+    assert "  blocks.*.attn.qkv  (2)\nTo shard them, say how: --shard PATTERN=AXIS" in text
+    assert "sharded along axis 1: 2 tensors" in invoke(tmp_path, "--tp", 8, "--shard", f"{rule}=-1")
     assert "not divisible by 3: 2 tensors" in invoke(tmp_path, "--tp", 3, "--shard", f"{rule}=0")
     assert "whole" not in invoke(tmp_path)  # on one rank nothing could be cut
 

@@ -63,18 +63,9 @@ def _weight() -> ShardedTensor:
 
 
 def readme(number: int, names: Names) -> None:
-    del number
-    model = _model()
-    names |= _public() | {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    names |= {"w": _weight().data, "new_w": torch.empty(8, 12), "vocabulary": ["a", "b"]}
-    names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0}
-
-
-def index(number: int, names: Names) -> None:
-    torch_state(number, names)
-    if number == 4:
-        names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "step": 2000}
-        names["weight"] = torch.ones(4, 2)
+    if number == 0:
+        model = _model()
+        names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
 def looking(number: int, names: Names) -> None:
@@ -144,13 +135,19 @@ class Mode(Enum):
 
 
 def concepts(number: int, names: Names) -> None:
-    del number
     names |= {"Config": Config, "Mode": Mode, "config": Config(5), "mode": Mode.WARM}
+    names |= {"tp_rank": 0, "tp_size": 1, "layer": 1, "num_layers": 2, "first_row": 50_000}
+    names |= {"part": torch.ones(4, 768), "a": 700, "b": 800, "flat": torch.ones(100)}
+    if number == 0:
+        names |= {"w": _weight().data, "new_w": torch.empty(8, 12), "vocabulary": ["a", "b"]}
+        names["dp_rank"] = 0
+
+
+def how_it_works(number: int, names: Names) -> None:
+    del number
     names |= _public() | {"torch": torch, "replace": replace, "training": (1, 2)}
     names |= {"state": {"w": _weight()}, "DefaultSavePlanner": DefaultSavePlanner}
     names["TensorStoreSaveShardedStrategy"] = TensorStoreSaveShardedStrategy
-    names |= {"tp_rank": 0, "tp_size": 1, "layer": 1, "num_layers": 2, "first_row": 50_000}
-    names |= {"part": torch.ones(4, 768), "a": 700, "b": 800, "flat": torch.ones(100)}
 
 
 def planning(number: int, names: Names) -> None:
@@ -187,9 +184,10 @@ def torch_dcp(number: int, names: Names) -> None:
     names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     for name in ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"):
         names[name] = getattr(dcp, name)
-    if number == 1:
+    names["old_path"] = "old"
+    if number in (0, 1, 3):
         names["state"] = {"model": model.state_dict(), "step": 7}
-    if number == 2:
+    if number == 4:
         names["state"] = names["template"] = {"w": _weight()}
 
 
@@ -277,12 +275,6 @@ def from_megatron(number: int, names: Names) -> None:
     names |= {"state": {"w": _weight()}, "path": "ckpt/1"}
 
 
-def from_torch_dcp(number: int, names: Names) -> None:
-    if number == 0:
-        names |= {"model": _model(), "old_path": "old", "path": "ckpt/1"}
-        names["state"] = {"model": names["model"].state_dict(), "step": 0}
-
-
 def from_torch_save(number: int, names: Names) -> None:
     if number == 0:
         names |= {"torch": torch, "model": _model(), "step": 3}
@@ -308,15 +300,13 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/recipes.md": recipes,
     "docs/formats.md": formats,
     "docs/elastic.md": elastic,
-    "docs/fsdp2.md": nothing,  # tests/examples runs it on ranks
     "docs/fully_parallel.md": fully_parallel,
+    "docs/how_it_works.md": how_it_works,
     "docs/hugging_face.md": hugging_face,
     "docs/incremental.md": incremental,
-    "docs/index.md": index,
     "docs/looking.md": looking,
     "docs/migrating/deepspeed.md": from_deepspeed,
     "docs/migrating/megatron.md": from_megatron,
-    "docs/migrating/torch_dcp.md": from_torch_dcp,
     "docs/migrating/torch_save.md": from_torch_save,
     "docs/partial.md": partial_loads,
     "docs/object_stores.md": nothing,

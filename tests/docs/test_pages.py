@@ -110,11 +110,11 @@ def test_a_listing_that_fails_is_named_by_its_line(tmp_path: Path) -> None:
     assert (last.path, last.lineno + 1) == (page, 5)
 
 
-def test_the_state_of_the_readme_is_loaded_by_other_ranks(
+def test_the_state_of_the_concepts_is_loaded_by_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    describe, full = _run("README.md")["describe"], torch.arange(24.0).reshape(12, 2)
+    describe, full = _run("docs/concepts.md")["describe"], torch.arange(24.0).reshape(12, 2)
 
     def described(comm: Comm, vocabulary: object, w: torch.Tensor) -> Any:
         own = w.chunk(comm.world_size)[comm.rank]
@@ -209,6 +209,9 @@ def test_a_section_of_a_file_is_taken_into_a_page(
     expected = "[a](../a.md#x) `b.py` [c](https://c)\n\n```sh\n## no heading\n```\n### Below"
     assert site_hooks.included("F.md", "One", "sub/page.md").strip() == expected
     assert "[a](a.md#x)" in site_hooks.included("F.md", None, "page.md")
+    (tmp_path / "f.py").write_text('"""A program.\n\nIt prints."""\n\nprint("[a](b.md)")\n')
+    listing = '```python\nprint("[a](b.md)")\n```'
+    assert site_hooks.included("f.py", None, "page.md") == listing
     with pytest.raises(ValueError, match=r"F\.md has no heading 'Three'"):
         site_hooks.included("F.md", "Three", "page.md")
 

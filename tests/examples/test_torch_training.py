@@ -24,11 +24,6 @@ def told(*arguments: object) -> list[str]:
     return finished.stdout.splitlines()
 
 
-def test_the_page_shows_the_example() -> None:
-    program = SCRIPT.read_text().partition('"""\n\n')[2]
-    assert f"```python\n{program}```\n" in (ROOT / "docs" / "fsdp2.md").read_text()
-
-
 def test_one_process_goes_on(tmp_path: Path) -> None:
     whole = told(tmp_path / "whole", "--steps", 8)
     assert [line.split()[1] for line in whole] == [*map(str, range(1, 9)), "step"]

@@ -198,10 +198,10 @@ def test_files_that_are_missing_or_of_another_run(tmp_path: Path) -> None:
     file = path / STEP / OPTIM.format(1)
     edit(file, lambda content: content["optimizer_state_dict"].update(partition_count=4))
     text = refused(path, dc.CorruptCheckpointError)
-    assert "expected stage 3, 2 ranks; found stage 3, 4 ranks" in text
+    assert "expected stage 3, world size 2; found stage 3, world size 4" in text
     shutil.copy(FOLDER / "zero2" / STEP / OPTIM.format(1), file)
     text = refused(path, dc.CorruptCheckpointError)
-    assert "expected stage 3, 2 ranks; found stage 2, 2 ranks" in text
+    assert "expected stage 3, world size 2; found stage 2, world size 2" in text
     assert str(file) in text
 
 
@@ -225,7 +225,7 @@ def test_state_that_is_cut_off(tmp_path: Path, name: str) -> None:
 
     edit(path / STEP / OPTIM.format(1), cut)
     text = refused(path, dc.CorruptCheckpointError)
-    assert "'optimizer.state.body.weight.exp_avg': cut off" in text
+    assert "'optimizer.state.body.weight.exp_avg': truncated" in text
     assert "found 50" in text
 
 

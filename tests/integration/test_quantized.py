@@ -299,7 +299,7 @@ WRONG: dict[str, tuple[Tensors, list[Rule], list[str]]] = {
     "a rule before": (
         {"a.weight": fp8(4, 4), "a.weight_scale_inv": scales_of(1)},
         [Transpose("a.weight")],
-        ["'a.weight': a rule before has cut, joined or turned a.weight", "Put this rule before"],
+        ["'a.weight': an earlier rule has changed the layout of a.weight", "Put this rule before"],
     ),
 }  # fmt: skip
 

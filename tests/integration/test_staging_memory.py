@@ -132,7 +132,7 @@ def test_a_save_takes_a_known_amount_for_each_tensor(tmp_path: Path) -> None:
     done = run_fresh("-c", PROGRAM, tmp_path, COUNT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    # What docs/concepts.md promises, and some room for the allocator.
+    # What docs/how_it_works.md promises, and some room for the allocator.
     assert found["peak"] < 16 * 2**20 + COUNT * 2 * 2**10
     assert found["left"] < 16 * 2**20 + COUNT * 2 * 2**10
 

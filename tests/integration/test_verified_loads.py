@@ -236,9 +236,7 @@ def test_memory_that_two_leaves_share_is_no_damage(tmp_path: Path, verify: bool)
     for name, shape in (("large", SHAPE), ("small", (64,))):
         memory = torch.zeros(shape)
         wanted = {key: shard(key, memory) for key in "wb"}
-        with pytest.raises(
-            dc.StateMismatchError, match="Give each leaf memory of its own"
-        ) as raised:
+        with pytest.raises(dc.StateMismatchError, match="Give each leaf separate memory") as raised:
             dc.load(wanted, tmp_path / name, verify=verify)
         assert {finding.key for finding in raised.value.findings} <= {"w", "b"}
     memory = torch.zeros(SHAPE)

@@ -168,7 +168,7 @@ def test_metadata_for_other_tools(samples: Samples, tmp_path: Path) -> None:
         path.unlink() if damage is None else path.write_bytes(damage)
         (finding,) = examine_checkpoint(sample.folder).findings
         assert finding.path == str(path)
-        assert "our own readers can" in finding.problem
+        assert "our readers can" in finding.problem
 
 
 def test_a_checksum_of_what_is_outside(samples: Samples, tmp_path: Path) -> None:

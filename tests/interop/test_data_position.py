@@ -267,7 +267,7 @@ def test_beside_a_stateful_loader(
     assert [drawn for _, drawn in parts[1][1]] == [*range(104, 110)]
     parts.append(run(1, 1, resumes=True))
     (record,) = [record for record in caplog.records if "loader" in record.getMessage()]
-    assert "each of 2 ranks has saved its own" in record.getMessage()
+    assert "it was saved per rank on 2 ranks" in record.getMessage()
     first, second, third = ([[i for i, _ in own] for own in part] for part in parts)
     assert [*first[0], *first[1]] == order[:6]
     assert [*second[0][:3], *second[1][:3], *second[0][3:], *second[1][3:]] == order[6:18]

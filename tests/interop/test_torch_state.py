@@ -358,7 +358,7 @@ def test_what_differs_between_ranks_is_kept_for_each(
     assert run_ranks(3, load_own) == [[10 + rank, [0.5, rank], 3] for rank in range(3)]
     with caplog.at_level(logging.WARNING):
         assert run_ranks(2, load_own) == [[0, [0.0, 0.0], 3]] * 2
-    assert "loader is not restored: each of 3 ranks has saved its own" in caplog.text
+    assert "loader is not restored: it was saved per rank on 3 ranks" in caplog.text
 
 
 def test_stages_of_a_pipeline(tmp_path: Path) -> None:

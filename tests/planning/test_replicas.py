@@ -215,7 +215,7 @@ def test_copies_that_are_cut_differently_are_compared(
         return of_rank
 
     save_on(num_ranks, state(None), tmp_path / "same", replicas=dc.ReplicaCheck.ALL)
-    with pytest.raises(dc.InvalidShardingError, match="cut differently") as caught:
+    with pytest.raises(dc.InvalidShardingError, match="sharded differently") as caught:
         save_on(num_ranks, state(2), tmp_path / "c", replicas=dc.ReplicaCheck.ALL)
     assert not (tmp_path / "c").exists()
     (finding,) = caught.value.findings

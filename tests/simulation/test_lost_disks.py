@@ -336,7 +336,7 @@ def test_what_needs_one_folder_is_refused() -> None:
         options: dict[str, Any] = {"comm": comm}
         with pytest.raises(UnsupportedFormatError, match="not all ranks share a disk"):
             CheckpointManager(PLACES, incremental=True, **options)
-        own = "each machine has a disk of its own"
+        own = "each machine has a separate disk"
         manager = CheckpointManager(PLACES, ("zarr", 1), **options)
         with pytest.raises(UnsupportedFormatError, match=own):
             manager.save(1, state_of(comm, 1))

@@ -281,7 +281,7 @@ class TestFromRankOffsets:
         with pytest.raises(CheckpointingException, match="Invalid rank offsets") as caught:
             ShardedTensor.from_rank_offsets("my.key", torch.zeros(2, 3), *rank_offsets)
         assert "for key my.key" in str(caught.value)
-        said = "position 4 is outside of axis 0, cut" in str(caught.value)
+        said = "position 4 is outside axis 0, split" in str(caught.value)
         assert said == (rank_offsets == [(0, 4, 4)])
 
     def test_a_flat_range_is_a_value_error_of_its_own_kind(self) -> None:

@@ -202,7 +202,7 @@ def test_records_that_are_not_what_they_say(tmp_path: Path) -> None:
         (b"\x01\x00" + body, "version 1"),
         (b"\x00\x02" + body, "method 2"),
         (b"\x00\x01" + body, "no zstd frame"),
-        (b"\x00\x01" + frame[:-1], "cut off"),
+        (b"\x00\x01" + frame[:-1], "truncated"),
         (b"\x00\x01" + frame + b"\0", "more than a zstd frame"),
         (b"\x00\x01" + frame + frame, "more than a zstd frame"),
         (b"\x00\x01" + bomb, "larger"),
@@ -263,7 +263,7 @@ def test_nodes_that_are_reached_many_times(tmp_path: Path) -> None:
     [
         ([b"a", b"c"], [0, 0], [2, 2], "are not those"),  # the second leaf begins below its bound
         ([b"a", b"ab"], [0, 0], [2, 2], "are not those"),
-        ([b"a", b"b"], [0, 0], [2, 3], "it has 2 keys below it and not 3"),
+        ([b"a", b"b"], [0, 0], [2, 3], "the number of keys below it is 2 and not 3"),
         ([b"a", b"b"], [0, 2], [2, 2], "share more than its lower bound"),
         ([b"b", b"a"], [0, 0], [2, 2], "do not rise"),
     ],

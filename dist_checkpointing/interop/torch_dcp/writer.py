@@ -209,7 +209,7 @@ class DCPWriter(dcp_storage.StorageWriter):
             raise UnsupportedFormatError("DCPWriter takes no _extensions", [finding])
         strategy = copy.copy(select_strategy(StrategyAction.SAVE_SHARDED, backend))
         if not isinstance(strategy, PlannedSaveStrategy) or strategy.planner is not None:
-            problem = "DCP needs a PlannedSaveStrategy without a planner of its own"
+            problem = "DCP needs a PlannedSaveStrategy without a planner"
             finding = Finding(problem, found=str(strategy))
             raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
         if thread_count is not None:

@@ -83,7 +83,7 @@ class SafetensorsReader(StorageReader):
                     raise ValueError(f"its header cannot have {length} bytes")
                 return parse_header(file.view(8, length).tobytes(), 8 + length, num_bytes)
             except EOFError as error:
-                raise ValueError("the file is cut off") from error
+                raise ValueError("the file is truncated") from error
 
     @cached_property
     def _names(self) -> list[str]:

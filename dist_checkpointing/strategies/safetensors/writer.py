@@ -48,8 +48,8 @@ _TEXT_BYTES: Final = 2**16
 """Room in a header for texts that rank 0 alone knows, while the others write behind it."""
 
 TENSORS_ONLY: Final = (
-    "Save the model alone: interop.shard_state_dict(model.state_dict()); the rest of a training "
-    "belongs into a checkpoint of another backend."
+    "Save the model alone: interop.shard_state_dict(model.state_dict()); save the rest of the "
+    "training run with another backend."
 )
 
 

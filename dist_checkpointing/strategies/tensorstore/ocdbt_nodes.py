@@ -230,7 +230,7 @@ def zstd_content_bytes(frame: bytes) -> int:
         at += 3 + (1 if kind == 1 else size)
         most += _MOST_BLOCK_BYTES if kind == 2 else size
         if at > len(frame) or kind == 3:
-            raise Malformed("a zstd frame is cut off or damaged")
+            raise Malformed("a zstd frame is truncated or damaged")
     if at + 4 * (described >> 2 & 1) != len(frame):
         raise Malformed("it is more than a zstd frame")
     return said if size_bytes else most
@@ -401,7 +401,7 @@ def decode_node(record: bytes, ref: NodeRef) -> Node:
         num_keys = count
     body.finish()
     if num_keys != ref.num_keys:
-        raise Malformed(f"it has {num_keys} keys below it and not {ref.num_keys}")
+        raise Malformed(f"the number of keys below it is {num_keys} and not {ref.num_keys}")
     if keys[0] < ref.low or (ref.high is not None and keys[-1] >= ref.high):
         raise Malformed("its keys are not those that the node above tells")
     return Node(keys, paths, extents, inline, children, num_bytes)

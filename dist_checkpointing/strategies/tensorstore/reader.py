@@ -102,7 +102,7 @@ class TensorStoreReader(StorageReader):
                 folder, _, file = name.rpartition("/")
                 if (cell := _CELL.fullmatch(file)) is not None:
                     if "~" in folder:
-                        raise ValueError(f"the key of {folder} was cut to make a name")
+                        raise ValueError(f"the key of {folder} was shortened to make a name")
                     grids[unquote(folder)] = tuple(map(int, cell[1].split(".")))
                 elif file == METADATA_NAME and "/" not in folder:
                     node = local_folder.parse_json(self._bytes(values, row, name))
