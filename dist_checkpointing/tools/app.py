@@ -33,6 +33,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "plan": ("plan:plan", "Forecast a load on many ranks."),
     "map": ("map:map_tensors", "Draw chunks and who wrote them (HTML)."),
     "rm-prefix": ("rm_prefix:rm_prefix", "Remove tensors for good."),
+    "selftest": ("selftest:selftest", "Try this machine with a small checkpoint."),
 }
 """Every command: its module and function, and what it does in a few words."""
 
