@@ -118,7 +118,6 @@ def _commands(checkpoint: Path | str, out: Path, last_step: int) -> str:
         f"{dckpt} verify {checkpoint}",
         *([f"{dckpt} diff {checkpoint} {again}"] if (again := out / "again-4").exists() else []),
         f"{dckpt} plan {checkpoint} --tp 8",
-        f"{dckpt} map {checkpoint} -o {out / 'map.html'}",
         f"{dckpt} convert {checkpoint} {out / 'zarr'} --to zarr",
         f"{dckpt} diff {checkpoint} {out / 'zarr'}",
         f"{dckpt} convert {checkpoint} {out / 'huggingface'} {weights}",

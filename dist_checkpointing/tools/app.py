@@ -31,8 +31,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "diff": ("diff:diff", "Compare two checkpoints."),
     "convert": ("convert_command:convert", "Convert it into another format."),
     "plan": ("plan:plan", "Forecast a load on many ranks."),
-    "map": ("map:map_tensors", "Draw chunks and who wrote them (HTML)."),
     "rm-prefix": ("rm_prefix:rm_prefix", "Remove tensors for good."),
+    "selftest": ("selftest:selftest", "Try this machine with a small checkpoint."),
 }
 """Every command: its module and function, and what it does in a few words."""
 

@@ -312,8 +312,8 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "`diff`": (["diff", "a", "b", "--summary"], ["WITHOUT --summary"]),
     "`convert`": (["convert", "a", "c", "--to", "zarr", "--dry-run"], []),
     "`plan`": (["plan", "a", "--tp", "2"], []),
-    "`map`": (["map", "a", "-o", "a.html"], []),
     "`rm-prefix`": (["rm-prefix", "a", "w", "--dry-run"], []),
+    "`selftest`": (["selftest"], []),
     "`ls --follow`: a line for each save that has ended": (["ls", "a", "--follow"], []),
 }
 
@@ -412,7 +412,6 @@ def test_no_line_ends_in_blanks_and_tables_fit(
         ["plan", one, "--tp", "2", "--dp", "2"],
         ["plan", one, "--tp", "64"],
         ["ls", "a", "--follow"],
-        ["map", one, "-o", "map.html", "--force"],
         ["convert", "a", "c.safetensors", "--to", "safetensors", "--force"],
         ["rm-prefix", one, "optimizer", "--dry-run"],
         ["rm-prefix", "a", "model", "--yes"],

@@ -102,7 +102,6 @@ def test_a_step_is_named_wherever_a_checkpoint_is_taken(tmp_path: Path, dckpt: R
         (["verify", one], 0),
         (["diff", one, two], 1),
         (["plan", one], 0),
-        (["map", one, "-o", tmp_path / "map.html"], 0),
         (["convert", one, converted, "--to", "zarr"], 0),
         (["ls", one, "--follow"], 0),
         (["rm-prefix", one, "w", "--dry-run"], 0),

@@ -103,12 +103,6 @@ def test_an_error_of_a_command_names_the_url(
     assert "Traceback" not in ended.err
 
 
-def test_the_map_of_a_checkpoint_in_a_store(samples: Samples, dckpt: Run, tmp_path: Path) -> None:
-    url = copied_up(samples("tensorstore").folder, new_url())
-    assert dckpt("map", url, "-o", tmp_path / "map.html").code == 0
-    assert "/".join(url.split("/")[-2:]) in (tmp_path / "map.html").read_text()
-
-
 def test_no_credentials_are_one_sentence(dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def client(*_: object) -> None:
         raise GenericError("Error performing PUT http://169.254.169.254/latest/api/token")

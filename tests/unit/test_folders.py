@@ -88,7 +88,6 @@ def test_every_function_that_takes_a_path_refuses_unknown_urls(
         "diff hdfs://b/x hdfs://b/y",
         "convert {} hdfs://b/y --to zarr",
         "plan hdfs://b/x",
-        "map hdfs://b/x -o map.html",
         "rm-prefix hdfs://b/x w",
     ],
 )
