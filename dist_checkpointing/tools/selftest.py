@@ -119,9 +119,9 @@ def _steps(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def _sharded(values: torch.Tensor, comm: Comm) -> dict[str, Any]:
     parts = values.tensor_split(comm.world_size)
-    start, part = sum(map(len, parts[: comm.rank])), parts[comm.rank].clone()
-    whole, offset = tuple(values.shape), (start, 0)
-    return {"w": ShardedTensor("w", part, part.dtype, tuple(part.shape), whole, offset, None)}
+    offset = (sum(map(len, parts[: comm.rank])), 0)
+    part = parts[comm.rank].clone()
+    return {"w": ShardedTensor.from_offset("w", part, tuple(values.shape), offset)}
 
 
 def _run(world_size: int, work: Callable[[Comm], object]) -> None:

@@ -65,9 +65,6 @@ BAD_INPUT = [
     ("plan c --shard flat=x", "is no axis; write a number"),
     ("plan c --shard flat(=1", "not a regular expression"),
     ("plan c --shard flat=2 --tp 2", "has no axis 2"),
-    ("map c -o file", "file exists"),
-    ("map c -o no/such/m.html", "does not exist"),
-    ("map c decoder.weights -o m.html", "did you mean 'decoder.weight'"),
     (
         "rm-prefix c mdel --dry-run",
         "begins with 'mdel'; keys begin with 'decoder', 'empty', 'flat'",
