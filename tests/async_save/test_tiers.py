@@ -15,11 +15,13 @@ import torch
 
 import dist_checkpointing as dc
 from damage import damage
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointingException,
     UnsupportedFormatError,
 )
 from dist_checkpointing.mapping import ShardedStateDict
+from dist_checkpointing.testing import run_ranks
 from faults import counted_requests, full_disk, replaced
 from stores import new_url
 
@@ -109,6 +111,30 @@ def test_the_disk_may_be_incremental(tmp_path: Path) -> None:
     with dc.CheckpointManager(root) as manager:
         assert manager.load(state(0))["value"] == 2
         assert manager.latest_valid() == 2
+
+
+def test_ranks_share_the_disk(tmp_path: Path) -> None:
+    root = new_url()
+
+    def part(comm: Comm, value: float) -> ShardedStateDict:
+        return {
+            "w": dc.ShardedTensor.from_rank_offsets(
+                "w", torch.full((4, 4), value + comm.rank), (0, comm.rank, 2)
+            )
+        }
+
+    def train(comm: Comm) -> None:
+        with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)], comm=comm) as manager:
+            manager.async_save(1, part(comm, 1.0))
+
+    run_ranks(2, train)
+    shutil.rmtree(tmp_path)
+
+    def resume(comm: Comm) -> float:
+        with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)], comm=comm) as manager:
+            return float(manager.load(part(comm, 0.0))["w"][0, 0])
+
+    assert run_ranks(2, resume) == [1.0, 2.0]
 
 
 def test_what_is_kept_in_two_places_is_deleted_in_both(tmp_path: Path) -> None:
