@@ -53,6 +53,7 @@ BAD_INPUT = [
     ("show c args.beta", "did you mean"),
     ("show c qqqqqq", "dckpt ls --all"),
     ("show c decoder.weight -s a:b", "cannot read 'a:b'"),
+    ("show c decoder.weight -s 1:2:3:4", "0:4,:8"),
     ("show c rng -s 0", "only tensors have slices"),
     ("verify half", "never committed"),
     ("diff c nothing", "does not exist"),

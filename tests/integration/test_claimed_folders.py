@@ -15,9 +15,7 @@ from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, local_folder
 from dist_checkpointing.format import Attempt, CheckpointingConfig, remove_checkpoint
 from dist_checkpointing.storage import StorageOptions
-from dist_checkpointing.strategies import (
-    TorchDistSaveShardedStrategy,
-)
+from dist_checkpointing.strategies import TorchDistSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from faults import strange_flock
 from states import BACKEND, assert_at_step, shard, trained
@@ -102,9 +100,6 @@ def test_a_save_whose_lock_was_taken_away_leaves_the_next_one_alone(tmp_path: Pa
         first.commit(CheckpointingConfig("zarr", 1))
     first.abandon()
     assert_sound(tmp_path, 1)
-
-
-# Data stays as long as metadata.json may be there.
 
 
 # Links.
@@ -216,6 +211,3 @@ def test_a_path_that_is_not_below_is_not_deleted(tmp_path: Path, outside: Path, 
     with pytest.raises(ValueError, match="not below"):
         local_folder.remove(folder / name, folder)
     assert_untouched(outside)
-
-
-# A rank of an attempt that was given up goes on: as the next one begins, or after its commit.

@@ -12,9 +12,7 @@ import dist_checkpointing as dc
 import samples
 from damage import flip, place_of
 from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.format import (
-    CHECKSUMS_NAME,
-)
+from dist_checkpointing.format import CHECKSUMS_NAME
 from dist_checkpointing.planning import Drop, Recipe
 from dist_checkpointing.tools.convert import ConvertOptions, convert
 from dist_checkpointing.tools.values import Budget
@@ -137,6 +135,3 @@ def test_the_command_says_what_was_verified(samples: Samples, tmp_path: Path, dc
     error = dckpt("convert", damaged, tmp_path / "out", "--to", "zarr", code=2).err
     assert error.startswith("error: the source is not what was saved: 'uneven': checksum differs")
     assert "--no-verify" in error
-
-
-# Any parts, read in any boxes, in any order, from several threads.

@@ -196,16 +196,6 @@ def test_chunks_of_the_base_that_are_far_too_small_are_not_taken(tmp_path: Path)
     assert_holds(tmp_path / "2", tensors)
 
 
-def test_a_file_that_is_hardly_used_is_not_shared(tmp_path: Path) -> None:
-    tensors = model(count=10)
-    dc.save(wholes(tensors), tmp_path / "1")
-    for name, changes in (("2", 4), ("3", 6)):
-        state = {k: t + 1 if i < changes else t for i, (k, t) in enumerate(tensors.items())}
-        dc.save(wholes(state), tmp_path / name, base=tmp_path / "1")
-        assert_holds(tmp_path / name, state)
-        assert bool(shared_names(tmp_path / name)) == (changes <= 5)
-
-
 def test_what_does_not_change_gets_files_of_its_own(tmp_path: Path) -> None:
     """A frozen third is written with the rest, once more by itself, and then never again."""
     tensors = model(count=9)

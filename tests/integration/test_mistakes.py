@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import dist_checkpointing as dc
-from dist_checkpointing.interop import DCPReader, TorchState, shard_state_dict
+from dist_checkpointing.interop import DCPReader, shard_state_dict
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy
 from faults import full_disk
 from samples import BACKENDS
@@ -49,12 +49,6 @@ def test_what_is_no_state_dict(tmp_path: Path, state: Any) -> None:
         with pytest.raises(dc.InvalidShardingError, match=r"model\.state_dict\(\)"):
             attempt()
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2).state_dict(), "model"])
-def test_a_torch_state_of_no_module(model: Any) -> None:
-    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, not a "):
-        TorchState(model)
 
 
 def nested(levels: int) -> dict[str, Any]:

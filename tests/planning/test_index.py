@@ -228,26 +228,6 @@ def test_a_table_of_pieces_for_a_shape_is_refused() -> None:
         Index.from_json(sealed(content))
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(max_size=3),
-        lambda values: st.lists(values, max_size=3),
-        max_leaves=6,
-    ),
-    st.data(),
-)
-def test_any_json_in_any_place_is_refused_or_read(value: Any, data: st.DataObject) -> None:
-    """Whatever a field holds, the answer is an index or an error of ours."""
-    content = good()
-    place = data.draw(st.sampled_from([*content, "offsets", "shapes", "flat"]))
-    (content["pieces"]["cut"] if place in ("offsets", "shapes", "flat") else content)[place] = value
-    try:
-        index = Index.from_json(sealed(content))
-    except dc.CheckpointingException:
-        return
-    seen(index)
-
-
 HOSTILE_LOADS: dict[str, Spoil] = {
     "pieces that overlap": lambda c: c["pieces"]["cut"]["offsets"].__setitem__(1, [0]),
     "a piece twice, another lost": lambda c: c["pieces"]["cut"].update(

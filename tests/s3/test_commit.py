@@ -1,44 +1,11 @@
 """The commit protocol over HTTP: a whole life, a race, and answers that are lost."""
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-
 import pytest
 
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException
-from dist_checkpointing.format import remove_checkpoint
 from s3_proxy import LOST_ANSWER, LOST_REQUEST, Fault, Proxy
 from s3_servers import Server
-from store_saves import CONFIG, begin, loaded, names, put, save
-
-
-def test_a_checkpoint_lives_and_ends(server: Server) -> None:
-    location = server.place()
-    first = save(location)
-    with pytest.raises(CheckpointExistsError):
-        save(location)
-    assert loaded(location) == first
-    second = save(location, overwrite=True)
-    assert loaded(location) == second
-    assert location.store.list_folder((location / "data").prefix)[0] == [second]
-    remove_checkpoint(location)
-    assert names(location) == []
-
-
-def test_of_eight_savers_exactly_one_commits(server: Server) -> None:
-    location = server.place()
-    at_once = Barrier(8)
-
-    def race(_: int) -> str:
-        at_once.wait()
-        try:
-            return save(location)
-        except CheckpointExistsError:
-            return ""
-
-    with ThreadPoolExecutor(8) as pool:
-        won = [attempt for attempt in pool.map(race, range(8)) if attempt]
-    assert [loaded(location)] == won
+from store_saves import CONFIG, begin, loaded, put, save
 
 
 @pytest.mark.parametrize("fault", [LOST_ANSWER, LOST_REQUEST], ids=["answer", "request"])

@@ -6,7 +6,8 @@ from typing import Any, Final
 
 import pytest
 
-from dist_checkpointing import CheckpointManager, ObjectPath, Place, Retention
+from clusters import NODES, PLACES, ROOT, Cluster, is_copy
+from dist_checkpointing import CheckpointManager, ObjectPath, Retention
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -14,42 +15,23 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.testing.simulation.disk import Disk
-from dist_checkpointing.testing.simulation.world import OWN, World
 from faults import store_down, store_requests
 from simulated_states import loaded_from, state_of
 
-ROOT: Final = "s3://bucket/run"
-PLACES: Final = [Place(f"{OWN}/run"), Place(ROOT)]
-TWO: Final = ("node0", "node1")
-RANKS_A_NODE: Final = 2
+TWO: Final = NODES[:2]
 
 
-def is_copy(name: str, key: str) -> bool:
-    return name.startswith("put") and "/data/" in key
+class LostDisks(Cluster):
+    """A run on two machines, and steps of which the store may get no values."""
 
-
-class Cluster:
-    """Machines with a disk and two ranks each, and a store that may not answer."""
-
-    def __init__(self, seed: int = 7) -> None:
-        self.world = World(seed, machines=3, changes=0.0, keeps_log=True)
-
-    def on(self, work: Callable[[Comm], Any], machines: tuple[str, ...] = TWO) -> list[Any]:
-        """Run work on the ranks of machines; what each returns."""
-        ranks = RANKS_A_NODE * len(machines)
-        results = self.world.launch(ranks, work, machines=machines).results
-        errors = [error for error in results.values() if isinstance(error, Exception)]
-        if errors:
-            raise errors[0]
-        return [results[rank] for rank in range(ranks)]
+    names = TWO
 
     def train(
         self,
         *steps: int,
         back_to: int | None = None,
         is_copied: bool = True,
-        machines: tuple[str, ...] = TWO,
+        machines: tuple[str, ...] = (),
         backend: Any = None,
         **options: Any,
     ) -> None:
@@ -67,7 +49,7 @@ class Cluster:
         with store_down(at=lambda name, key: not is_copied and is_copy(name, key)):
             self.on(work, machines)
 
-    def look(self, machines: tuple[str, ...] = TWO) -> tuple[list[int], int | None, int]:
+    def look(self, machines: tuple[str, ...] = ()) -> tuple[list[int], int | None, int]:
         """The steps, the latest one, and the value that is loaded, the same on all ranks."""
 
         def work(comm: Comm) -> tuple[list[int], int | None, int]:
@@ -85,30 +67,15 @@ class Cluster:
         keys = " ".join(self.world.store.etags("s3://bucket"))
         return [int(number) for number in sorted(re.findall(r"step-(\d{8})/metadata.json", keys))]
 
-    def swap(self, name: str, disk: Disk | None = None) -> Disk:
-        """Put another disk into a machine, by default an empty one; the one that was there."""
-        machine = self.world.machines[name]
-        old = machine.disk
-        machine.disk = disk or Disk(old.device, self.world.scheduler.random)
-        return old
 
-    def flip(self, name: str) -> None:
-        """Flip a byte in each file of values on the disk of a machine."""
-        for path, inode in self.world.machines[name].disk.tree():
-            if "/data/model/" in path and not inode.is_folder:
-                content = bytearray(inode.content)
-                content[5] ^= 1
-                inode.content = bytes(content)
-
-
-def played(act: Callable[[Cluster], Any]) -> Any:
-    made = Cluster()
-    return made.world.run(lambda: act(made))
+def played(act: Callable[[LostDisks], Any]) -> None:
+    made = LostDisks()
+    made.world.run(lambda: act(made))
 
 
 @pytest.mark.parametrize("lost", [("node0",), ("node1",), TWO])
 def test_machines_whose_disks_are_gone_go_on_from_the_store(lost: tuple[str, ...]) -> None:
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(1, 2)
         for name in lost:
             made.swap(name)
@@ -121,7 +88,7 @@ def test_machines_whose_disks_are_gone_go_on_from_the_store(lost: tuple[str, ...
 
 @pytest.mark.parametrize("lost", TWO)
 def test_without_one_disk_the_newest_step_of_the_store_is_loaded(lost: str) -> None:
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(1)
         made.train(2, is_copied=False)
         old = made.swap(lost)
@@ -140,7 +107,7 @@ def test_what_replaces_a_step_of_the_store_is_newer_before_it_is_copied() -> Non
         manager.load({})
         manager.save(1, state_of(comm, 5), overwrite=True)
 
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(1)
         with store_down(at=is_copy):
             made.on(replace)
@@ -150,7 +117,7 @@ def test_what_replaces_a_step_of_the_store_is_newer_before_it_is_copied() -> Non
 
 
 def test_a_step_that_a_lost_disk_took_with_it_is_saved_again() -> None:
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(1)
         made.train(2, is_copied=False)
         made.swap("node1")
@@ -161,7 +128,7 @@ def test_a_step_that_a_lost_disk_took_with_it_is_saved_again() -> None:
 
 
 def test_machines_come_back_as_other_ranks() -> None:
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(1)
         made.train(2, is_copied=False)
         # Rank 0 is on a machine whose disk is empty.
@@ -173,7 +140,7 @@ def test_machines_come_back_as_other_ranks() -> None:
 def test_a_new_disk_of_rank_0_does_not_bring_back_what_was_abandoned() -> None:
     """Only the other disks know that the run has gone back: nothing of it is in the store."""
 
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(10, 20, 30, is_copied=False)
         made.train(15, back_to=10, is_copied=False)
         assert made.look(("node2", "node0", "node1")) == ([10, 15], 15, 16)
@@ -183,7 +150,7 @@ def test_a_new_disk_of_rank_0_does_not_bring_back_what_was_abandoned() -> None:
 
 @pytest.mark.parametrize("lost", TWO)
 def test_a_step_that_is_lost_does_not_bring_back_what_it_abandoned(lost: str) -> None:
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(10, 20, 30)
         made.train(15, back_to=10, is_copied=False)
         made.swap(lost)
@@ -195,7 +162,7 @@ def test_a_step_that_is_lost_does_not_bring_back_what_it_abandoned(lost: str) ->
 def test_a_disk_of_rank_0_that_was_away_knows_less_than_the_others() -> None:
     """Without it the run has gone back and saved another step 70, which is on disks alone."""
 
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(60, 70)
         made.train(80, is_copied=False)
         made.train(65, 70, back_to=60, is_copied=False, machines=("node2", "node1"))
@@ -208,7 +175,7 @@ def test_a_disk_of_rank_0_that_was_away_knows_less_than_the_others() -> None:
 def test_a_run_goes_back(is_copied: bool) -> None:
     """Also before what it has saved since then is in the store."""
 
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(10, 20, 30)
         made.train(15, 20, back_to=10, is_copied=is_copied)
         assert made.look() == ([10, 15, 20, 30], 20, 21)
@@ -222,7 +189,7 @@ def test_a_run_goes_back(is_copied: bool) -> None:
 def test_damage_on_a_disk_is_mended_by_the_store_and_does_not_come_into_it(
     node: str, is_copied: bool
 ) -> None:
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(1)
         made.train(2, is_copied=is_copied)
         made.flip(node)
@@ -252,7 +219,7 @@ def test_what_is_damaged_in_the_store_is_found_though_the_disks_are_whole() -> N
             if "/data/model/" in info.key:
                 place.store.put(info.key, b"x" * info.num_bytes)
 
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(1)
         made.world.launch(1, damage)
         made.on(verify)
@@ -261,7 +228,7 @@ def test_what_is_damaged_in_the_store_is_found_though_the_disks_are_whole() -> N
 
 
 def test_a_machine_that_cannot_copy_is_named() -> None:
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         is_of_node1: Any = lambda name, key: is_copy(name, key) and "/model/2." in key  # noqa: E731
         with (
             store_down(at=is_of_node1),
@@ -281,7 +248,7 @@ def test_a_machine_that_cannot_copy_is_named() -> None:
     [("tensorstore", 1), ("tensorstore", 3), ("zarr", 3), ("torch_dist", 2)],
 )
 def test_any_layout_loads_what_two_machines_have_saved(backend: str, machines: int) -> None:
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(1, 2, backend=backend)
         assert made.look(("node0", "node1", "node2")[:machines]) == ([1, 2], 2, 2)
 
@@ -289,7 +256,7 @@ def test_any_layout_loads_what_two_machines_have_saved(backend: str, machines: i
 
 
 def test_disks_keep_what_is_not_in_the_store() -> None:
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         keep = Retention(keep_last=1)
         made.train(1, 2, 3, is_copied=False, retention=keep)
         assert made.stored() == []
@@ -301,7 +268,7 @@ def test_disks_keep_what_is_not_in_the_store() -> None:
 
 
 def test_what_a_disk_has_is_not_read_from_the_store() -> None:
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         made.train(1)
         made.world.log.clear()
         assert made.on(newest) == [1] * 4
@@ -318,7 +285,7 @@ def test_what_a_disk_has_is_not_read_from_the_store() -> None:
 def test_ranks_meet_while_a_long_copy_goes_on() -> None:
     """Else they would take rank 0 for dead."""
 
-    def act(made: Cluster) -> None:
+    def act(made: LostDisks) -> None:
         def slowly(name: str, key: str, go: Callable[[], Any]) -> Any:
             if is_copy(name, key):
                 made.world.scheduler.wait(lambda: False, 400.0)  # ranks wait for 300

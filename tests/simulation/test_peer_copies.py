@@ -9,16 +9,15 @@ from typing import Any, Final
 import pytest
 import torch
 
+from clusters import NODES, ROOT, Cluster, is_copy
 from dist_checkpointing import CheckpointManager, Place, Retention
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.testing.simulation.disk import Disk
-from dist_checkpointing.testing.simulation.world import OWN, SHARED, Fault, World
+from dist_checkpointing.testing.simulation.world import OWN, SHARED, Fault
 from faults import store_down
 from states import rows
 from tiers import share
 
-HOMES: Final = ("s3://bucket/run", f"{SHARED}/run")
-NODES: Final = ("node0", "node1", "node2", "node3")
+HOMES: Final = (ROOT, f"{SHARED}/run")
 
 
 def state_of(comm: Comm, value: float) -> dict[str, Any]:
@@ -26,21 +25,12 @@ def state_of(comm: Comm, value: float) -> dict[str, Any]:
     return {"rows": rows("rows", torch.full((24, 2), float(value)), comm), "value": value}
 
 
-class Cluster:
-    """Four machines of two ranks with a disk each, and a store."""
+class PeerCopies(Cluster):
+    """A run on four machines, each of which keeps the part of another one."""
 
-    def __init__(self, seed: int, home: str = HOMES[0]) -> None:
+    def __init__(self, seed: int, home: str) -> None:
+        super().__init__(seed)
         self.places = [Place(f"{OWN}/run", copies=1), Place(home)]
-        self.world = World(seed, machines=4, changes=0.0, keeps_log=True)
-        self.is_down = False
-
-    def on(self, work: Callable[[Comm], Any], machines: tuple[str, ...] = NODES) -> list[Any]:
-        ranks = 2 * len(machines)
-        results = self.world.launch(ranks, work, machines=machines).results
-        errors = [error for error in results.values() if isinstance(error, Exception)]
-        if errors:
-            raise errors[0]
-        return [results[rank] for rank in range(ranks)]
 
     def train(self, *steps: int, is_copied: bool, **options: Any) -> None:
         """Save steps; if they are not copied into the store, the machines stop after a minute."""
@@ -56,10 +46,7 @@ class Cluster:
             else:
                 time.sleep(60)
 
-        def refuses(name: str, key: str) -> bool:
-            return not is_copied and name.startswith("put") and "/data/" in key
-
-        with store_down(at=refuses):
+        with store_down(at=lambda name, key: not is_copied and is_copy(name, key)):
             self.on(work)
 
     def files(self, name: str, step: int) -> list[str]:
@@ -71,18 +58,9 @@ class Cluster:
 
     def lose(self, *names: str) -> None:
         for name in names:
-            machine = self.world.machines[name]
-            machine.disk = Disk(machine.disk.device, self.world.scheduler.random)
+            self.swap(name)
 
-    def damage(self, name: str) -> None:
-        """Flip a byte in each file of values on the disk of a machine."""
-        for path, inode in self.world.machines[name].disk.tree():
-            if "/data/model/" in path and not inode.is_folder:
-                content = bytearray(inode.content)
-                content[5] ^= 1
-                inode.content = bytes(content)
-
-    def load(self, machines: tuple[str, ...] = NODES) -> tuple[int, list[str]]:
+    def load(self, machines: tuple[str, ...] = ()) -> tuple[int, list[str]]:
         """The value that all ranks load, and the files of values that were read in the store."""
         self.world.log.clear()
 
@@ -101,8 +79,8 @@ class Cluster:
         ]
 
 
-def played(act: Callable[[Cluster], Any], seed: int = 7, home: str = HOMES[0]) -> None:
-    made = Cluster(seed, home)
+def played(act: Callable[[PeerCopies], Any], seed: int = 7, home: str = ROOT) -> None:
+    made = PeerCopies(seed, home)
     made.world.run(lambda: act(made))
 
 
@@ -112,7 +90,7 @@ def played(act: Callable[[Cluster], Any], seed: int = 7, home: str = HOMES[0]) -
 def test_a_lost_machine_costs_no_read_of_the_last_place(
     home: str, lost: str, machines: tuple[str, ...]
 ) -> None:
-    def act(made: Cluster) -> None:
+    def act(made: PeerCopies) -> None:
         made.train(1, 2, is_copied=True)
         made.lose(lost)
         if machines != NODES:  # the others go on without it
@@ -125,7 +103,7 @@ def test_a_lost_machine_costs_no_read_of_the_last_place(
 
 @pytest.mark.parametrize("lost", NODES)
 def test_a_step_that_is_on_the_disks_alone_survives_a_lost_machine(lost: str) -> None:
-    def act(made: Cluster) -> None:
+    def act(made: PeerCopies) -> None:
         made.train(1, is_copied=True)
         made.train(2, is_copied=False)
         made.lose(lost)
@@ -135,7 +113,7 @@ def test_a_step_that_is_on_the_disks_alone_survives_a_lost_machine(lost: str) ->
 
 
 def test_a_restart_makes_the_copies_that_a_lost_machine_took_with_it() -> None:
-    def act(made: Cluster) -> None:
+    def act(made: PeerCopies) -> None:
         made.train(1, is_copied=True)
         made.train(2, is_copied=False)
         made.lose("node1")
@@ -145,7 +123,7 @@ def test_a_restart_makes_the_copies_that_a_lost_machine_took_with_it() -> None:
             assert manager.load(state_of(comm, 0))["value"] == 2
             time.sleep(60)
 
-        with store_down(at=lambda name, key: name.startswith("put") and "/data/" in key):
+        with store_down(at=is_copy):
             made.on(resume)
         made.lose("node2")  # which had what node1 wrote
         assert made.load()[0] == 2
@@ -154,7 +132,7 @@ def test_a_restart_makes_the_copies_that_a_lost_machine_took_with_it() -> None:
 
 
 def test_two_lost_neighbours_leave_what_the_store_has() -> None:
-    def act(made: Cluster) -> None:
+    def act(made: PeerCopies) -> None:
         made.train(1, is_copied=True)
         made.train(2, is_copied=False)
         made.lose("node1", "node2")
@@ -167,10 +145,10 @@ def test_two_lost_neighbours_leave_what_the_store_has() -> None:
 def test_damage_on_a_disk_is_found_and_read_elsewhere(lost: tuple[str, ...]) -> None:
     """From another machine, or from the store if the damage is in what a lost one has left."""
 
-    def act(made: Cluster) -> None:
+    def act(made: PeerCopies) -> None:
         made.train(1, 2, is_copied=True)
         made.lose(*lost)
-        made.damage("node3")
+        made.flip("node3")
         value, asked = made.load()
         assert value == 2
         assert bool(asked) == bool(lost)
@@ -180,7 +158,7 @@ def test_damage_on_a_disk_is_found_and_read_elsewhere(lost: tuple[str, ...]) -> 
 
 
 def test_the_store_gets_each_file_once() -> None:
-    def act(made: Cluster) -> None:
+    def act(made: PeerCopies) -> None:
         made.train(1, is_copied=True)
         puts = [line.path for line in made.world.log if line.name.startswith("put")]
         values = [path for path in puts if "/data/model/" in path]
@@ -191,7 +169,7 @@ def test_the_store_gets_each_file_once() -> None:
 
 
 def test_retention_deletes_copies_too() -> None:
-    def act(made: Cluster) -> None:
+    def act(made: PeerCopies) -> None:
         made.train(1, 2, is_copied=True)
         assert all(made.files(name, 1) for name in NODES)
         made.train(3, 4, is_copied=True, retention=Retention(keep_last=1))
@@ -203,7 +181,7 @@ def test_retention_deletes_copies_too() -> None:
 
 
 def test_a_machine_that_has_fetched_a_step_deletes_it_when_it_is_due() -> None:
-    def act(made: Cluster) -> None:
+    def act(made: PeerCopies) -> None:
         made.train(1, is_copied=True)
         made.lose("node1")
         assert made.load() == (1, [])
@@ -214,7 +192,7 @@ def test_a_machine_that_has_fetched_a_step_deletes_it_when_it_is_due() -> None:
     played(act)
 
 
-def killed_at(made: Cluster, seed: int) -> None:
+def killed_at(made: PeerCopies, seed: int) -> None:
     """Kill the machine of whoever does some operation, take its disk away, and go on."""
     dice, reached = random.Random(seed), Counter({1: 8})
     made.train(1, is_copied=True)
@@ -228,7 +206,7 @@ def killed_at(made: Cluster, seed: int) -> None:
             reached[step] += 1  # this rank has lived for a minute, in which copies are made
 
     fault = Fault(dice.randrange(1500), "kill machine")
-    with store_down(at=lambda name, key: name.startswith("put") and "/data/" in key):
+    with store_down(at=is_copy):
         launch = made.world.launch(8, work, machines=NODES, faults=[fault])
     dead = [rank for rank in range(8) if rank not in launch.results]
     killed = NODES[dead[0] // 2] if dead else dice.choice(NODES)

@@ -20,10 +20,7 @@ from dist_checkpointing.strategies import (
     ZarrV3Writer,
 )
 from dist_checkpointing.testing import (
-    CUT_SHAPE,
-    CUTS,
     StrategyConformance,
-    data_of,
 )
 
 Test = Callable[[StrategyConformance, Path], object]
@@ -158,20 +155,3 @@ def test_a_broken_backend_fails(tmp_path: Path, suite: type[Sound], test: Test) 
     (tmp_path / "broken").mkdir()
     with pytest.raises((AssertionError, Exception, pytest.fail.Exception)):
         test(suite(), tmp_path / "broken")
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("cut", CUTS)
-def test_every_cut_is_whole(cut: str, world_size: int) -> None:
-    """The shards that the suite saves are what their names say: each element once."""
-    full = torch.arange(float(torch.Size(CUT_SHAPE).numel())).reshape(CUT_SHAPE)
-    ranks = CUTS[cut]("w", full, world_size)
-    assert len(ranks) == world_size
-    times = torch.zeros(CUT_SHAPE)
-    for shard in (shard for shards in ranks for shard in shards):
-        flat = shard.flattened_range is not None
-        where: Any = shard.global_coordinates() if flat else shard.global_slice()
-        assert torch.equal(full[where], data_of(shard))
-        if shard.replica_id in (0, (0, 0)):
-            times[where] += 1
-    assert (times == 1).all()

@@ -15,7 +15,6 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     StrategyNotFoundError,
     UnsupportedFormatError,
-    hint,
     merge_findings,
     near_names,
 )
@@ -128,23 +127,6 @@ def test_merge_takes_whatever_was_expected_or_found(value: object) -> None:
     (merged,) = merge_findings(found)
     assert merged.ranks == (0, 1)
     assert str(value) in str(merged)
-
-
-KEYS = ["decoder.layers.0.weight", "decoder.layers.0.bias", "embedding.word", "Norm.Weight"]
-
-
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [
-        ("decoder.layers.0.weightt", "decoder.layers.0.weight"),
-        ("embeddingg.word", "embedding.word"),
-        ("embedding", "embedding.word"),
-        ("norm.weight", "Norm.Weight"),
-    ],
-)
-def test_the_likeliest_comes_first(name: str, first: str) -> None:
-    assert near_names(name, KEYS)[0] == first
-    assert f"did you mean {first!r}" in hint(name, KEYS)
 
 
 def test_among_very_many() -> None:

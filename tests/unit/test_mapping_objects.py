@@ -38,18 +38,6 @@ def test_shape_and_offset_have_the_same_length(
         ShardedObject("k", None, shape, offset)
 
 
-@pytest.mark.parametrize(
-    ("obj", "name"),
-    [
-        (ShardedObject("rng_state", None, (1, 2), (0, 1)), "rng_state/shard_0.1_1.2"),
-        (ShardedObject("k", None, (), ()), "k/shard__"),
-        (ShardedObject("a/b_c.d", None, (10, 200), (3, 14)), "a/b_c.d/shard_3.14_10.200"),
-    ],
-)
-def test_unique_key_is_the_name_on_disk(obj: ShardedObject, name: str) -> None:
-    assert obj.unique_key == name
-
-
 @given(
     st.text(min_size=1),
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 99)), max_size=3),
@@ -109,16 +97,6 @@ def factory(
 
 def doubling() -> ShardedTensorFactory:
     return factory(merge=lambda value: value * 2)
-
-
-def test_build_passes_four_positional_arguments() -> None:
-    def build(*args: Any) -> Any:
-        return args
-
-    data = torch.zeros(2)
-    made = ShardedTensorFactory("k", data, build, torch.cat, (0, 1), slice(0, 2))
-    assert made.build() == ("k", data, (0, 1), slice(0, 2))
-    assert ShardedTensorFactory("k", data, build, torch.cat).build() == ("k", data, 0, None)
 
 
 def test_without_data_and_validation() -> None:
@@ -183,11 +161,3 @@ def test_places_that_do_not_exist(loaded: Any, factories: Any) -> None:
 def test_the_error_names_the_place() -> None:
     with pytest.raises(ValueError, match=r"(?s)'model', 0.*gone|gone.*'model', 0"):
         apply_factory_merges({"model": [{"a": 1}]}, {"model": {0: {"gone": doubling()}}})
-
-
-def test_an_error_in_merge_fn_is_not_hidden() -> None:
-    def merge(_value: Any) -> Any:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        apply_factory_merges({"a": 1}, {"a": factory(merge=merge)})

@@ -306,9 +306,3 @@ def test_a_nested_tensor_is_refused_with_its_key(layout: torch.layout) -> None:
         ShardedTensor.from_rank_offsets("w", data)
     with pytest.raises(InvalidShardingError, match=r"'w': .*nested tensor"):
         ShardedTensor("w", data, data.dtype, (3,), (3,), (0,), (1,))
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (3,)])
-def test_a_part_outside_of_its_tensor_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidShardingError, match="'w'"):
-        ShardedTensor.from_offset("w", torch.ones(shape), (7, 3), (6, 0))
