@@ -42,8 +42,8 @@ class _Saves(Way):
 
     def __init__(self, name: str, copies: int, root: Path, home: Path, stage: Stage) -> None:
         self.name, self.family = name, "ours"
-        self._stage, self._step = stage, 0
-        places = [Place(root / name, copies=copies), Place(home / name, every=1 << 40)]
+        self._stage, self._step, self._home = stage, 0, home / name
+        places = [Place(root / name, copies=copies), Place(self._home, every=1 << 40)]
         self._manager = CheckpointManager(places, retention=Retention(keep_last=1))
         rank, size = stage.world.rank, stage.world.size
         shard = torch.rand(_num_bytes(stage) // 4)
@@ -60,6 +60,8 @@ class _Saves(Way):
 
     def close(self) -> None:
         self._manager.close()
+        if self._stage.world.rank == 0:
+            shutil.rmtree(self._home)
 
 
 def _num_bytes(stage: Stage) -> int:

@@ -452,7 +452,7 @@ def test_whoever_writes_casts(tmp_path: Path, backend: str, planner: Any) -> Non
     [
         ([Rename("{x}", to="one")], "rule 1 of the recipe does not fit.*several tensors"),
         ([Rename("a", to="a.rng")], "a tensor and a sharded object would have this name"),
-        ([Dequantize()], "values are made of codes.*Dequantize on load"),
+        ([Dequantize()], "neither quantizes nor dequantizes.*Dequantize on load"),
         ("rename a b", "recipe must be a Recipe"),
         ([Rename("a", to="d")], r"float32\[4, 3\].*rank 1"),
     ],

@@ -21,6 +21,7 @@ from dist_checkpointing import (
     CheckpointManager,
     CheckpointNotFoundError,
     ObjectPath,
+    Place,
     Retention,
     StateMismatchError,
     load,
@@ -68,7 +69,7 @@ def value_at(root: str) -> Act:
     return look
 
 
-def trains(*steps: int, root: str = RUN, back_to: int | None = None, **options: Any) -> Act:
+def trains(*steps: int, root: Any = RUN, back_to: int | None = None, **options: Any) -> Act:
     """A manager saves steps of which everything is 100 times its number, or ``back_to`` more."""
 
     def act(comm: Comm) -> None:
@@ -89,7 +90,7 @@ def deletes(step: int, root: str = RUN) -> Act:
     return act
 
 
-def run_at(root: str, **options: Any) -> Act:
+def run_at(root: Any, **options: Any) -> Act:
     """The values of all steps of a run, and the latest one."""
 
     def look(comm: Comm) -> tuple[list[int], int | None]:
@@ -199,9 +200,9 @@ def dropped(backend: Any) -> Scenario:
     return Scenario(before, work, ((1, True), (1, False)), work, ((1, False),), look, ranks=1)
 
 
-def tiers() -> Scenario:
-    """Each machine has a disk of its own, which is drained into a store."""
-    options: dict[str, Any] = {"root": STORED_RUN, "fast": f"{OWN}/run"}
+def tiers(home: str) -> Scenario:
+    """Each machine has a disk of its own in front of another place."""
+    options: dict[str, Any] = {"root": [Place(f"{OWN}/run"), Place(home)]}
     before, work, again = (trains(step, **options) for step in (1, 2, 3))
     ends = (([100], 1), ([100, 200], 2))
     lasts = (([100, 300], 3), ([100, 200, 300], 3))
@@ -228,7 +229,8 @@ SCENARIOS: Final = {
     "deletion, store": deletion(STORED_RUN),
     **{f"incremental, {backend}": incremental(backend) for backend in BACKENDS[:3]},
     **{f"dropped, {backend}": dropped(backend) for backend in BACKENDS},
-    "fast disks": tiers(),
+    "fast disks": tiers(RUN),
+    "fast disks, store": tiers(STORED_RUN),
 }
 KINDS: Final = ("kill", "power", "freeze", "kill all", "EIO", "ENOSPC")
 PACE: Final = 140 // share(10)
