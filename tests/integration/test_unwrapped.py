@@ -130,33 +130,14 @@ def test_a_tensor_that_would_not_be_filled_is_named(tmp_path: Path, name: str) -
     assert [finding.key for finding in raised.value.findings] == [f"state_dict{place}"]
 
 
-FILLED: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
-    "stored": ({"a": torch.ones(2)}, {"a": torch.zeros(2)}),
-    "numbers need not be there": ({"a": 1}, {"b": 2, "c": {"d": [3, None]}}),
-    "local": ({"a": 1}, {"b": dc.LocalNonpersistentObject(torch.ones(2))}),
-    "in a list with sharded leaves": (
-        {"l": [torch.ones(2), shard("s", torch.ones(2)), 5]},
-        {"l": [torch.zeros(2), shard("s", torch.ones(2)), 6]},
-    ),
-    "beside a factory": (
-        {"f": shard("s", torch.ones(2)), "t": torch.ones(2)},
-        {
-            "f": dc.ShardedTensorFactory(
-                "s", torch.ones(2), lambda key, data, *_: {"x": shard(key, data)}, lambda t: t["x"]
-            ),
-            "t": torch.zeros(2),
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FILLED)
-def test_what_gets_a_value_is_no_error(tmp_path: Path, name: str) -> None:
-    saved, template = FILLED[name]
-    dc.save(saved, tmp_path)
-    loaded = dc.load(template, tmp_path)
-    for key, value in saved.items():
-        assert not isinstance(value, torch.Tensor) or torch.equal(loaded[key], value)
+@pytest.mark.parametrize(
+    "template",
+    [{"b": 2, "c": {"d": [3, None]}}, {"b": dc.LocalNonpersistentObject(torch.ones(2))}],
+    ids=["numbers", "local"],
+)
+def test_what_need_not_be_there_is_no_error(tmp_path: Path, template: dict[str, Any]) -> None:
+    dc.save({"a": 1}, tmp_path)
+    assert dc.load(template, tmp_path)["a"] == 1
 
 
 class Tied(torch.nn.Module):

@@ -29,7 +29,6 @@ from dist_checkpointing.strategies import (
     PlannedLoadStrategy,
     PlannedSaveStrategy,
     StrategyAction,
-    Zarr3SaveShardedStrategy,
     get_default_strategy,
 )
 from dist_checkpointing.testing import assert_same_bits, run_ranks
@@ -292,8 +291,9 @@ class AddsATensor(DefaultSavePlanner):
 
 def test_a_planner_may_add_leaves(tmp_path: Path) -> None:
     def one(comm: Comm) -> None:
-        state = {"w": shard("w", WEIGHT)} if comm.rank == 0 else {}
-        dc.save(state, tmp_path / "c", Zarr3SaveShardedStrategy(planner=AddsATensor()), comm=comm)
+        state: dict[str, Any] = {"w": shard("w", WEIGHT)} if comm.rank == 0 else {}
+        state["o"] = dc.ShardedObject("o", [1], (1,), (0,), replica_id=comm.rank)
+        dc.save(state, tmp_path / "c", saver(("tensorstore", 1), AddsATensor()), comm=comm)
 
     run_ranks(2, one)
     saved = dc.load_plain_tensors(tmp_path / "c")

@@ -80,25 +80,6 @@ def test_every_function_that_takes_a_path_refuses_unknown_urls(
     assert not list(here.iterdir())
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "ls hdfs://b/x",
-        "verify hdfs://b/x",
-        "diff hdfs://b/x hdfs://b/y",
-        "convert {} hdfs://b/y --to zarr",
-        "plan hdfs://b/x",
-        "map hdfs://b/x -o map.html",
-        "rm-prefix hdfs://b/x w",
-    ],
-)
-def test_every_command_refuses_unknown_urls(checkpoint: Path, here: Path, command: str) -> None:
-    result = CliRunner().invoke(app, [part.format(checkpoint) for part in command.split()])
-    assert result.exit_code
-    assert isinstance(result.exception, dc.UnsupportedFormatError), result.output
-    assert not list(here.iterdir())
-
-
 def test_one_folder_by_several_names_is_one_folder() -> None:
     check_one_destination([(name, "zarr 2") for name in ("/a/b", "/a/./b", "/a/b/")])
     with pytest.raises(dc.CheckpointingException) as raised:
