@@ -18,15 +18,10 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.manager import JsonLinesLog, SavedStep, read_record
 from dist_checkpointing.testing import run_ranks
 from faults import ended_before_the_pointer, failing, full_disk, path_of
-from states import ALONE, shard, trained
+from states import ALONE, shard, trained, trained_template
 
 state = partial(trained, key="model.w")
-
-
-def template(comm: Comm = ALONE) -> dict[str, Any]:
-    made = state(-1, comm)
-    made["rng"].data = None
-    return made
+template = partial(trained_template, key="model.w")
 
 
 def assert_loads(manager: dc.CheckpointManager, step: int, comm: Comm = ALONE) -> None:

@@ -22,7 +22,7 @@ from dist_checkpointing.strategies import (
     Zarr3LoadShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
-from states import ALONE, shard, trained
+from states import ALONE, shard, trained, trained_template
 from stores import new_url
 
 
@@ -53,12 +53,7 @@ BACKENDS: list[Any] = ["tensorstore", ("zarr", 2), ("zarr", 1), "torch_dist"]
 BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 SHAPE = (200, 300)
 state = partial(trained, shape=SHAPE)
-
-
-def template(comm: Comm = ALONE) -> dict[str, Any]:
-    made = state(-1, comm)
-    made["rng"].data = None
-    return made
+template = partial(trained_template, shape=SHAPE)
 
 
 def flip_value(folder: Path, value: int, row: int = 0) -> None:

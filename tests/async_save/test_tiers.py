@@ -16,10 +16,7 @@ import torch
 import dist_checkpointing as dc
 from damage import damage
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import (
-    CheckpointingException,
-    UnsupportedFormatError,
-)
+from dist_checkpointing.errors import CheckpointingException, UnsupportedFormatError
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
 from faults import counted_requests, full_disk, replaced

@@ -23,13 +23,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in its stubs
 
 from dist_checkpointing import ShardedTensor, check_is_distributed_checkpoint, load, save
-from dist_checkpointing.comm import (
-    Outcome,
-    SingleProcess,
-    TorchComm,
-    default_comm,
-    group_comm,
-)
+from dist_checkpointing.comm import Outcome, SingleProcess, TorchComm, default_comm, group_comm
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,

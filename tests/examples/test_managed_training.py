@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from damage import damage
 from dist_checkpointing import CheckpointManager
 from dist_checkpointing.comm import SingleProcess
 from managed_training import train_managed
@@ -94,18 +93,6 @@ def test_a_resumed_training_has_the_same_losses(
     second = Run(tmp_path, text)
     assert second.resumed == stopped_at
     assert first.losses | second.losses == expected
-
-
-def test_a_damaged_checkpoint_is_passed_over(
-    tmp_path: Path, text: Text, expected: dict[int, float], caplog: pytest.LogCaptureFixture
-) -> None:
-    first = Run(tmp_path, text, until=6)
-    damage(first.manager.folder(6))
-    second = Run(tmp_path, text)
-    assert second.resumed == 4
-    assert second.losses == {step: loss for step, loss in expected.items() if step > 4}
-    assert "step 6 is skipped" in caplog.text
-    assert second.manager.latest_valid() == STEPS
 
 
 def test_who_is_asked_to_end_saves_first(

@@ -12,13 +12,7 @@ import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import the_one_error
-from states import (
-    FORMAT,
-    counted_cell as cell,
-    counted_rows as rows,
-    save_on,
-    shard,
-)
+from states import FORMAT, counted_cell as cell, counted_rows as rows, save_on, shard
 
 Format = tuple[str, int]
 # Devices and dtypes.

@@ -17,10 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import dist_checkpointing as dc
-from dist_checkpointing.interop import (
-    DCPStorageLoadStrategy,
-    DCPStorageSaveStrategy,
-)
+from dist_checkpointing.interop import DCPStorageLoadStrategy, DCPStorageSaveStrategy
 from dist_checkpointing.strategies import StrategyAction, default_strategies
 from dist_checkpointing.testing import StrategyConformance, run_ranks
 from few_worlds import FewWorlds

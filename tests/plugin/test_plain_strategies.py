@@ -216,27 +216,6 @@ class TestAsync:
         assert request is not None
         return request
 
-    def test_by_hand(self, tmp_path: Path) -> None:
-        folder, data = tmp_path / "c", torch.arange(4.0)
-        request = self.request(folder, data)
-        assert (folder / "common.pt").exists()
-        assert not (folder / "shards").exists()
-        data.zero_()  # training goes on
-        assert request.async_fn is not None
-        request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
-        assert (folder / "shards").exists()
-        assert not check_is_distributed_checkpoint(folder)
-        *own, commit = request.finalize_fns
-        for finalize in own:
-            finalize()
-        assert (folder / "strategy-was-finalized").exists()
-        assert not check_is_distributed_checkpoint(folder)
-        commit()
-        assert check_is_distributed_checkpoint(folder)
-        result = load({"w": shard("w", torch.empty(4))}, folder, PlainLoad())
-        assert result["step"] == 3
-        assert torch.equal(result["w"], torch.arange(4.0))
-
     def test_a_failing_write_commits_nothing(self, tmp_path: Path) -> None:
         request = self.request(tmp_path / "c", torch.ones(2))
 

@@ -10,12 +10,7 @@ import tensorstore as ts
 
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE
-from dist_checkpointing.strategies.tensorstore.ocdbt_tree import (
-    ABSENT,
-    Tree,
-    Values,
-    encode_tree,
-)
+from dist_checkpointing.strategies.tensorstore.ocdbt_tree import ABSENT, Tree, Values, encode_tree
 
 NODES = "d/nodes"
 

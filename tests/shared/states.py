@@ -122,6 +122,13 @@ def trained(
     }
 
 
+def trained_template(comm: Comm = ALONE, **given: Any) -> dict[str, Any]:
+    """What to load of it."""
+    made = trained(-1, comm, **given)
+    made["rng"].data = None
+    return made
+
+
 def full_at_step(step: int) -> dict[str, torch.Tensor]:
     """Tensors of several dtypes and layouts, of which ranks hold parts or copies."""
     table = torch.arange(48, dtype=torch.float32).reshape(8, 6) + 1000 * step

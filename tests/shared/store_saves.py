@@ -6,12 +6,7 @@ from typing import Any
 import torch
 
 from dist_checkpointing import ObjectPath, ShardedTensor
-from dist_checkpointing.format import (
-    CheckpointingConfig,
-    StoreAttempt,
-    data_folder,
-    read_commit,
-)
+from dist_checkpointing.format import CheckpointingConfig, StoreAttempt, data_folder, read_commit
 from dist_checkpointing.format.commit import read_config
 
 CONFIG = CheckpointingConfig("tensorstore")

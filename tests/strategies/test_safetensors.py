@@ -16,12 +16,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import SafetensorsSaveShardedStrategy
 from dist_checkpointing.strategies.safetensors.model_files import DTYPE_NAMES
-from dist_checkpointing.testing import (
-    Failures,
-    StorageProtocol,
-    assert_same_bits,
-    run_ranks,
-)
+from dist_checkpointing.testing import Failures, StorageProtocol, assert_same_bits, run_ranks
 from faults import killed
 from few_worlds import FewWorlds
 from states import ALONE, between, blanks, flat, rows, shard, wholes

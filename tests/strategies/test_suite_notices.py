@@ -19,9 +19,7 @@ from dist_checkpointing.strategies import (
     ZarrV3Reader,
     ZarrV3Writer,
 )
-from dist_checkpointing.testing import (
-    StrategyConformance,
-)
+from dist_checkpointing.testing import StrategyConformance
 
 Test = Callable[[StrategyConformance, Path], object]
 

@@ -6,6 +6,7 @@ import pytest
 
 from dist_checkpointing.format import Index, StoredTensor, dtypes
 from dist_checkpointing.planning import CastTo, Recipe
+from dist_checkpointing.planning.quantization import Dequantize
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.planning.recipe_rules import Rule
 from dist_checkpointing.tools.convert import ConversionPlan, ConvertOptions, plan_conversion
@@ -48,3 +49,10 @@ def test_a_cast_that_keeps_every_value_needs_no_leave() -> None:
     assert [cast.is_lossless for cast in plan.casts] == [True]
     # What counts is what is stored: nothing is rounded on the way.
     assert not planned_by(CastTo("{x*}", "float16"), CastTo("{x*}", "float32")).casts
+
+
+def test_values_of_codes_are_no_lossy_cast() -> None:
+    codes, scales = stored("w", (4, 4), "float8_e4m3fn"), stored("w_scale", ())
+    plan = planned_by(Dequantize(), index=Index.of([codes, scales]))
+    assert plan.casts == ()
+    assert [tensor.widest_itemsize for tensor in plan.tensors] == [4]

@@ -15,10 +15,7 @@ from hypothesis import assume, given, strategies as st
 from dist_checkpointing import ShardedTensor
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format import Box, Pieces
-from dist_checkpointing.planning.coverage import (
-    find_coverage_problems,
-    miscounted_parts,
-)
+from dist_checkpointing.planning.coverage import find_coverage_problems, miscounted_parts
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
 from tiers import examples
 from tilings import boxes, tilings

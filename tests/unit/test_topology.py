@@ -1,10 +1,5 @@
 from dist_checkpointing.format import Box, Index, StoredTensor, Window, dtypes
-from dist_checkpointing.tools.plan import (
-    MEGATRON_RULES,
-    bytes_read,
-    cut_keys,
-    parse_rule,
-)
+from dist_checkpointing.tools.plan import MEGATRON_RULES, bytes_read, cut_keys, parse_rule
 
 
 def index_of(**shapes: tuple[int, ...]) -> Index:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing.mapping import tensor_memory
+from dist_checkpointing.mapping import as_numpy, tensor_memory
 from dist_checkpointing.strategies.torch_archives import BadRecord
 from dist_checkpointing.strategies.torch_dist.reader import StoredLayout, find_tensor
 from dist_checkpointing.strategies.torch_dist.writer import ALIGNMENT, record_format
@@ -23,12 +23,8 @@ KINDS = [
 ]
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def record_of(tensor: torch.Tensor) -> bytes:
-    frame, values = record_format(tensor.dtype, tuple(tensor.shape)), bits(tensor)
+    frame, values = record_format(tensor.dtype, tuple(tensor.shape)), as_numpy(tensor).tobytes()
     return frame.head + values + frame.tail(zlib.crc32(values))
 
 
@@ -53,13 +49,13 @@ def test_torch_and_zip_tools_read_what_is_framed_here_and_we_read_both(
     assert_same_bits(torch.load(io.BytesIO(own), weights_only=True), tensor, "loaded by torch")
     with zipfile.ZipFile(io.BytesIO(own)) as archive:
         assert archive.testzip() is None
-        assert archive.read("archive/data/0") == bits(tensor)
+        assert archive.read("archive/data/0") == as_numpy(tensor).tobytes()
     for record in (own, saved(tensor)):
         found = find(record)
         assert found.is_contiguous
         assert (found.dtype, found.shape) == (dtype, shape)
         assert found.start % ALIGNMENT == 0
-        assert record[found.start : found.start + tensor.nbytes] == bits(tensor)
+        assert record[found.start : found.start + tensor.nbytes] == as_numpy(tensor).tobytes()
 
 
 def test_zip_tools_and_we_find_our_way_in_more_than_4_gib(tmp_path: Path) -> None:

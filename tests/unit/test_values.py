@@ -7,11 +7,7 @@ import torch
 from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.testing import random_bits
 from dist_checkpointing.tools import values
-from dist_checkpointing.tools.values import (
-    ReusedMemory,
-    Statistics,
-    statistics_of,
-)
+from dist_checkpointing.tools.values import ReusedMemory, Statistics, statistics_of
 
 
 def oracle(tensor: torch.Tensor) -> Statistics:
