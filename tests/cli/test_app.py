@@ -47,7 +47,6 @@ BAD_INPUT = [
     ("diff hdfs://b/x hdfs://b/y", "'hdfs'"),
     ("convert c hdfs://b/y --to zarr", "'hdfs'"),
     ("plan hdfs://b/x", "'hdfs'"),
-    ("map hdfs://b/x -o map.html", "'hdfs'"),
     ("rm-prefix hdfs://b/x w", "'hdfs'"),
     ("ls empty", "empty is not a distributed checkpoint: metadata.json is missing"),
     ("ls torn", "metadata.json cannot be read"),
