@@ -197,8 +197,8 @@ class Copier:
     def _next_step(self, *, is_last: bool) -> tuple[Mapping[int, str], int | None]:
         """What need not be copied any more, and the next step to copy, as rank 0 knows.
 
-        Not copied are abandoned steps and what that would not keep. Of those that are not due
-        there, the newest is copied at the end.
+        Not copied are abandoned steps and what the last place would not keep. Of those that are not
+        due there, the newest is copied at the end.
         """
         pending = self.pending
         with tolerant("nothing is copied to the last place for now"):
@@ -352,13 +352,16 @@ class Copier:
             parts = self._comm.exchange(what, look)
             known = next((part for part in parts if part[2]), None)
             if known is None or any(part[0] not in (None, known[0]) for part in parts):
-                logger.warning("step %d has no copies at peers: the disks hold other saves", step)
+                if self._comm.rank == 0:
+                    problem = "step %d has no copies at peers: the disks hold other saves of it"
+                    logger.warning(problem, step)
                 return
             files, rows = [*Seal.from_json(known[2]).files.values()], [part[1] for part in parts]
             transfers = copies_to_peers(files, self._disks, rows, self._num_copies)
             send_files(self._comm, folder, transfers)
         except CheckpointingException as error:
-            logger.warning("step %d has no copies at peers: %s", step, error)
+            if self._comm.rank == 0:
+                logger.warning("step %d has no copies at peers: %s", step, error)
             if isinstance(error, RankFailedError) and error.silent_ranks:
                 raise
 
