@@ -59,18 +59,25 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     return Reads(monkeypatch)
 
 
+def flat_part(key: str, full: torch.Tensor, comm: Comm) -> dc.ShardedTensor:
+    """The elements of this rank where each has as many of the flattening."""
+    start, stop = (full.numel() * (comm.rank + more) // comm.world_size for more in (0, 1))
+    return flat(key, full, start, stop)
+
+
+@pytest.mark.parametrize("part", [rows, flat_part])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_wanted_as_it_is_stored_is_read_once(
-    tmp_path: Path, backend: str, reads: Reads
+    tmp_path: Path, backend: str, reads: Reads, part: Callable[..., dc.ShardedTensor]
 ) -> None:
     # Random values: compression cannot hide a second read.
     full = {f"b.{i}": torch.randn(2, 300) for i in range(50)} | {"w": torch.randn(512, 2048)}
 
     def own(comm: Comm) -> dict[str, Any]:
-        return {key: rows(key, tensor, comm) for key, tensor in full.items()}
+        return {key: part(key, tensor, comm) for key, tensor in full.items()}
 
     def one(comm: Comm) -> None:
-        template = {key: rows(key, torch.zeros_like(t), comm) for key, t in full.items()}
+        template = {key: part(key, torch.zeros_like(t), comm) for key, t in full.items()}
         loaded = dc.load(template, tmp_path, comm=comm, verify=True)
         assert all(torch.equal(loaded[key], leaf.data) for key, leaf in own(comm).items())
 
