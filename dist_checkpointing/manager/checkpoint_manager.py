@@ -125,7 +125,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         given = dict(locals())
         self._strategy = sharded_strategy
         self._comm = chosen_comm(comm)
-        for name, kind in get_type_hints(CheckpointManager.__init__).items():
+        for name, kind in _KINDS.items():
             if name != "places" and not fits(value := given.get(name), kind):
                 is_choice = get_origin(kind) is Literal and isinstance(value, str)
                 error = ValueError if is_choice else TypeError
@@ -424,3 +424,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         finding = Finding(str(error), path=str(self._run.best_place(step)))
         self._run.skip(step, error)
         return finding
+
+
+_KINDS: Final = get_type_hints(CheckpointManager.__init__)

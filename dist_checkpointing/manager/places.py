@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
-from typing import Any, get_type_hints
+from typing import Any, Final, get_type_hints
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.location import as_local_folder, as_location
@@ -37,10 +37,9 @@ class Place:
     copies: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        kinds = get_type_hints(Place)
-        for name in (entry.name for entry in fields(self)):
-            if not fits(value := getattr(self, name), kinds[name]):
-                raise TypeError(f"{name} of a Place must be {kinds[name]}, not {value!r}")
+        for name, kind in _KINDS.items():
+            if not fits(value := getattr(self, name), kind):
+                raise TypeError(f"{name} of a Place must be {kind}, not {value!r}")
         for name, least in (("every", 1), ("copies", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
@@ -50,6 +49,7 @@ class Place:
         return last is None or step // self.every > last // self.every
 
 
+_KINDS: Final = get_type_hints(Place)
 Places = str | PathLike[str] | list[Place] | tuple[Place, ...]
 
 

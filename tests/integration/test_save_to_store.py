@@ -204,7 +204,14 @@ def test_a_chunk_that_is_cancelled_aborts_its_upload(
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(file_writer._Upload, "close", interrupted)
+    create = file_writer.create
+
+    def created(*args: Any, **options: Any) -> Any:
+        file = create(*args, **options)
+        monkeypatch.setattr(file, "close", interrupted)
+        return file
+
+    monkeypatch.setattr(file_writer, "create", created)
     with pytest.raises(KeyboardInterrupt):
         file_writer.put(s3_place, "chunk", bytes(3 * s3_place.store.options.part_bytes))
     assert unfinished_uploads(s3_place) == 0

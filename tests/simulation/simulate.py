@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import torch
 import typer
@@ -74,12 +74,19 @@ def _failing_seeds(first: int, count: int, processes: int) -> Iterator[int | Non
         yield from map(_first_failing, chunks)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _set_up) as pool:
+    with ProcessPoolExecutor(processes, context, _set_up, (context.Value("i", 0),)) as pool:
         yield from pool.map(_first_failing, chunks)
         pool.shutdown(cancel_futures=True)
 
 
-def _set_up() -> None:
+def _set_up(started: Any = None) -> None:
+    """Prepare this process; ``started`` counts those that share the cores."""
+    if started is not None:
+        with started.get_lock():
+            cores = sorted(os.sched_getaffinity(0))
+            # Its threads run one at a time, and take longer to hand over to another core.
+            os.sched_setaffinity(0, {cores[started.value % len(cores)]})
+            started.value += 1
     logging.disable(logging.CRITICAL)  # much goes wrong in these histories
     torch.set_num_threads(1)
     gc.collect()
