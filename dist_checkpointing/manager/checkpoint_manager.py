@@ -33,8 +33,8 @@ from dist_checkpointing.manager.latest_valid import (
 )
 from dist_checkpointing.manager.places import Places, as_places
 from dist_checkpointing.manager.retention import Retention
+from dist_checkpointing.manager.run import NoRoomError, Run
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch
-from dist_checkpointing.manager.tiers import NoRoomError, Run
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.replica_check import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.planning.save_plan import PlanCache
@@ -228,15 +228,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     ) -> Any:
         """Save a step to the nearest place that takes it."""
         options = {**self._save_options, "sharded_strategy": self._strategy, **options}
-        begin = partial(self._run.begin, step, metric, watch)
-        hooks, folder, chosen = begin(options)
-        try:
-            return write(hooks, state, folder, **chosen)
-        except NoRoomError as error:
-            if self._comm.rank == 0:
-                logger.warning("step %d goes to the last place: %s", step, error)
-        hooks, folder, chosen = begin(options, has_room=False)
-        return write(hooks, state, folder, **chosen)
+        place = 0
+        while True:
+            begun = self._run.begin(step, metric, watch, options, first=place)
+            hooks, folder, chosen, place = begun
+            try:
+                return write(hooks, state, folder, **chosen)
+            except NoRoomError as error:
+                if self._comm.rank == 0:
+                    logger.warning("step %d goes to the next place: %s", step, error)
 
     def wait(self) -> None:
         """Wait for the asynchronous save in progress.

@@ -10,7 +10,7 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -24,7 +24,13 @@ from dist_checkpointing.errors import (
     Finding,
     RankFailedError,
 )
-from dist_checkpointing.filesystem.location import fsync_folders, read_bytes, relative, write
+from dist_checkpointing.filesystem.location import (
+    check_room,
+    fsync_folders,
+    read_bytes,
+    relative,
+    write,
+)
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import (
     Attempt,
@@ -38,7 +44,7 @@ from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, atte
 from dist_checkpointing.format.removal import remove_checkpoint
 from dist_checkpointing.format.run_steps import latest_step
 from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, Seal, read_seal
-from dist_checkpointing.manager.disks import FastDisks, rows_held
+from dist_checkpointing.manager.disks import FastDisks, MachineFolders, rows_held
 from dist_checkpointing.manager.peer_files import copies_to_peers, copy_file, send_files
 from dist_checkpointing.manager.places import Place
 from dist_checkpointing.manager.retention import Retention
@@ -56,8 +62,9 @@ _MEETING_SECONDS: Final = 10.0
 class _Task(NamedTuple):
     """What the threads of all ranks do next.
 
-    They send ``saved`` to peers. Then they copy ``required``, or else all that is due in the last
-    place, and the newest step too if this is the last task.
+    They send ``saved`` to peers, and copy it to further places of its machine. Then they copy
+    ``required``, or else all that is due in the last place, and the newest step too if this is the
+    last task.
     """
 
     saved: int | None = None
@@ -70,23 +77,29 @@ class Copier:
 
     ``copy``, ``require`` and ``finish`` are called on all ranks, in the same order. ``pending`` has
     the steps that a disk keeps until they are in the last place, with the names of their saves, and
-    ``unsent`` those that are not at peers yet. Both are replaced, never changed.
+    ``unsent`` those that are not at peers or in further places yet. Both are replaced, never
+    changed.
     """
 
     def __init__(
         self,
         comm: Comm,
-        near: RunFolder,
+        machine: MachineFolders,
         home: RunFolder,
         disks: FastDisks,
-        places: tuple[Place, Place],
+        places: Sequence[Place],
         whole: Mapping[int, Seal],
     ) -> None:
-        self._near, self._home, self._disks = near, home, disks
-        nearest, self._place = places
+        self._machine, self._home, self._disks = machine, home, disks
+        self._near, *further = machine.folders
+        nearest, *between, self._place = places
         self._num_copies = nearest.copies if disks.are_many else 0
         self._whole = whole
-        self._left = [*whole] if self._num_copies else []
+        self._spreads: list[Callable[[int], None]] = [
+            *([self._send_to_peers] if self._num_copies else []),
+            *(partial(self._copy_on_machine, *pair) for pair in zip(between, further, strict=True)),
+        ]
+        self._left = [*whole] if self._spreads else []
         self.pending: Mapping[int, str] = {step: seal.attempt for step, seal in whole.items()}
         self.unsent: tuple[int, ...] = ()
         self._failed: dict[int, str] = {}
@@ -98,14 +111,14 @@ class Copier:
 
     def keep(self, step: int) -> None:
         """Keep what a disk has of a step, on its lowest rank, until that is in the last place."""
-        name = attempt_of(self._near.folder(step))
+        name = attempt_of(self._machine.folder(step))
         if name is not None:
             with self._changed:
                 self.pending = {**self.pending, step: name}
 
     def copy(self, step: int | None = None) -> None:
         """Copy a step that is committed, and others that are left, behind the training."""
-        if step is not None and self._num_copies:
+        if step is not None and self._spreads:
             with self._changed:
                 self.unsent = (*self.unsent, step)
         self._tasks.put((_Task(saved=step), Future()))
@@ -132,7 +145,7 @@ class Copier:
         if newest is not None and self._comm.rank == 0:
             finding = Finding(
                 self._failed.get(newest, "it was not copied"),
-                path=str(self._near.folder(newest)),
+                path=str(self._machine.folder(newest)),
                 remedy="It is on the disk; the next manager of this run tries again.",
             )
             raise CheckpointingException(f"step {newest} is not in the last place", [finding])
@@ -169,9 +182,9 @@ class Copier:
     def _do(self, task: _Task) -> None:
         """Do a task together with the other ranks. Collective."""
         while self._left:  # by an earlier manager, perhaps before a machine was lost
-            self._send_to_peers(self._left.pop())
-        if task.saved is not None and self._num_copies:
-            self._send_to_peers(task.saved)
+            self._spread(self._left.pop())
+        if task.saved is not None and self._spreads:
+            self._spread(task.saved)
             with self._changed:
                 self.unsent = self.unsent[1:]
         if task.required is not None:
@@ -231,8 +244,8 @@ class Copier:
         """Let the disk of this rank delete steps as retention says: they need no more copying."""
         kept = self.pending
         self.forget([step for step, name in steps.items() if kept.get(step) == name])
-        if self._disks.leads:
-            self._near.apply_retention()
+        for folder in self._machine.folders if self._disks.leads else ():
+            folder.apply_retention()
 
     def _copy(self, step: int) -> None:
         """Copy a step as a whole, or not at all, if it is not there. Collective."""
@@ -241,7 +254,7 @@ class Copier:
         if content is None:
             self.forget({step})
             return
-        seal, source = Seal.from_json(content), self._near.folder(step)
+        seal, source = Seal.from_json(content), self._machine.folder(step)
 
         def held() -> tuple[set[int], bytes]:
             rows = rows_held(source, seal)
@@ -284,7 +297,7 @@ class Copier:
             return None
         seal = self._whole.get(step)
         if seal is None or seal.attempt != self.pending[step]:
-            folder = self._near.folder(step)
+            folder = self._machine.folder(step)
             if not is_committed(folder):
                 return None
             seal = read_seal(folder)
@@ -334,9 +347,53 @@ class Copier:
         result: Any = self._together(what, lambda: work() if self._comm.rank == 0 else None)[0]
         return cast("T", result)
 
+    def _spread(self, step: int) -> None:
+        """Copy what each machine has saved of a step to where it is due. Collective."""
+        for copy in self._spreads:
+            try:
+                copy(step)
+            except CheckpointingException as error:
+                if self._comm.rank == 0:
+                    logger.warning("step %d does not have all copies: %s", step, error)
+                if isinstance(error, RankFailedError) and error.silent_ranks:
+                    raise
+
+    def _copy_on_machine(self, place: Place, target: RunFolder, step: int) -> None:
+        """Copy what each machine has of a step to a further place, if it is due. Collective."""
+        what, source = f"copying step {step} to {target.root}", self._machine.folder(step)
+
+        def is_due() -> bool:
+            newest = target.newest()
+            return newest == step or place.is_due(step, newest)
+
+        def copy() -> None:
+            attempt, there = attempt_of(source), target.folder(step)
+            if attempt is None or not (self._disks.leads and is_committed(source)):
+                return
+            if is_committed(there) and attempt_of(there) == attempt:
+                return
+            if (seal := read_seal(source)) is None:
+                return
+            files, rows = [*seal.files.values()], rows_held(source, seal)
+            check_room(target.root, sum(files[row].num_bytes for row in rows))
+            newest, record = latest_step(target.root), self._near.record()
+            parent, _ = target.begin(step, newest)
+            target.claimed(step, record.metrics.get(step), parent, attempt)
+            staged = target.staged(step)
+            others = [files[row].name for row in rows] + [SEAL_NAME, CONFIG_FNAME]
+            for names in [ATTEMPT_NAME], [name for name in others if name != ATTEMPT_NAME]:
+                in_threads(lambda name: copy_file(source / name, staged / name), names, _THREADS)
+                fsync_folders(names, staged, to_root=True)
+            target.put_in_place(step)
+            is_latest = newest is None or newest < step or newest in record.abandoned
+            target.committed(step, is_latest=is_latest)
+
+        if self._on_rank0(what, is_due):
+            self._together(what, copy)
+
     def _send_to_peers(self, step: int) -> None:
         """Send what each machine has saved of a step to others. Collective."""
-        folder, what = self._near.folder(step), f"copying step {step} to peers"
+        folder, what = self._machine.folder(step), f"copying step {step} to peers"
 
         def look() -> tuple[str | None, set[int], bytes]:
             name, seal = attempt_of(folder), None
@@ -348,22 +405,13 @@ class Copier:
                 else (name, rows_held(folder, seal), seal.to_json())
             )
 
-        try:
-            parts = self._comm.exchange(what, look)
-            known = next((part for part in parts if part[2]), None)
-            if known is None or any(part[0] not in (None, known[0]) for part in parts):
-                if self._comm.rank == 0:
-                    problem = "step %d has no copies at peers: the disks hold other saves of it"
-                    logger.warning(problem, step)
-                return
-            files, rows = [*Seal.from_json(known[2]).files.values()], [part[1] for part in parts]
-            transfers = copies_to_peers(files, self._disks, rows, self._num_copies)
-            send_files(self._comm, folder, transfers)
-        except CheckpointingException as error:
-            if self._comm.rank == 0:
-                logger.warning("step %d has no copies at peers: %s", step, error)
-            if isinstance(error, RankFailedError) and error.silent_ranks:
-                raise
+        parts = self._comm.exchange(what, look)
+        known = next((part for part in parts if part[2]), None)
+        if known is None or any(part[0] not in (None, known[0]) for part in parts):
+            raise CheckpointingException("the disks hold other saves of it")
+        files, rows = [*Seal.from_json(known[2]).files.values()], [part[1] for part in parts]
+        transfers = copies_to_peers(files, self._disks, rows, self._num_copies)
+        send_files(self._comm, folder, transfers)
 
 
 class _Copy:

@@ -8,7 +8,10 @@ import os
 import socket
 import uuid
 from collections import ChainMap
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -72,8 +75,30 @@ class FastDisks:
         return len(self.leaders) > 1
 
 
+@dataclass(frozen=True, slots=True)
+class MachineFolders:
+    """The folders of a run on the disks of one machine, nearest first."""
+
+    folders: Sequence[RunFolder]
+
+    def folder(self, step: int) -> Path:
+        """Where a step is read."""
+        return self.paths(step)[0]
+
+    def paths(self, step: int) -> list[Path]:
+        """Where a step is, nearest first; where it would come if it is nowhere."""
+        nearest, *further = (folder.folder(step) for folder in self.folders)
+        found = [path for path in further if is_committed(path)]
+        return found if found and not is_committed(nearest) else [nearest, *found]
+
+    def steps(self) -> list[int]:
+        """The steps that have a folder, newest first."""
+        steps = (steps_of_manager(folder.root) for folder in self.folders)
+        return sorted({*chain.from_iterable(steps)}, reverse=True)
+
+
 def whole_steps(
-    comm: Comm, disks: FastDisks, near: RunFolder, home: RunFolder, *, has_parts: bool
+    comm: Comm, disks: FastDisks, near: MachineFolders, home: RunFolder, *, has_parts: bool
 ) -> dict[int, Seal]:
     """The seals of the steps that the disks together hold as a whole, and the store does not.
 
@@ -86,7 +111,7 @@ def whole_steps(
 
     def committed() -> dict[int, str | None]:
         if disks.leads:
-            folders.update((step, near.folder(step)) for step in steps_of_manager(near.root))
+            folders.update((step, near.folder(step)) for step in near.steps())
         return {step: attempt_of(path) for step, path in folders.items() if is_committed(path)}
 
     saves_of_ranks = comm.exchange(what, committed)
@@ -97,7 +122,7 @@ def whole_steps(
             for step, name in saves.items():
                 if name is not None:
                     lowest.setdefault((step, name), rank)
-        record, abandoned = home.record(), near.record().abandoned
+        record, abandoned = home.record(), near.folders[0].record().abandoned
         return {
             save: rank
             for save, rank in lowest.items()

@@ -208,6 +208,7 @@ def fetch_for_load(
     disks: FastDisks,
     folder: Path,
     seal: Seal,
+    others: Sequence[Path],
     stored: Location | None,
     wanted: ShardedStateDict,
     *,
@@ -216,16 +217,17 @@ def fetch_for_load(
 ) -> None:
     """Fetch what the ranks of each disk need to load a step, and what it has not. Collective.
 
-    It comes from other machines, or else from ``stored``, where the same save is in the store. What
-    is ``damaged`` on this rank's disk is fetched again, and if it is ``distrusted`` not from other
-    machines. ``folder`` is then a checkpoint with all that the ``wanted`` state dict asks for.
+    It comes from other machines, or else from ``others``, further folders of this machine that may
+    have it, or from ``stored``, where the same save is in the last place. What is ``damaged`` on
+    this rank's disk is fetched again, and if it is ``distrusted`` not from other machines.
+    ``folder`` is then a checkpoint with all that the ``wanted`` state dict asks for.
 
     Raises:
         CheckpointingException: if a file is nowhere, or a disk cannot be written; on all ranks.
     """
     files, what = [*seal.files.values()], f"fetching {folder.name} from other machines"
     bad = {row for row, file in enumerate(files) if file.name in damaged}
-    distrusts = {row for row in bad if files[row].name in distrusted and stored is not None}
+    distrusts = {row for row in bad if files[row].name in distrusted and (stored or others)}
 
     def fetch(needed: set[int]) -> None:
         def share() -> tuple[set[int], set[int], set[int]]:
@@ -251,13 +253,17 @@ def fetch_for_load(
         bad.difference_update(r for r, file in enumerate(files) if file.name in arrived - lost)
         rest = sorted(lost.union(files[row].name for row in nowhere))
         with comm.agreed(what):
-            if rest and stored is None:
-                findings = [Finding("no machine has this file", path=name) for name in rest]
+            here = [(path, rows_held(path, seal)) for path in others] if rest else []
+            origins: dict[str, Any] = {
+                file.name: next((path for path, rows in here if row in rows), stored)
+                for row, file in enumerate(files)
+            }
+            if nowhere_else := [n for n in rest if origins[n] is None]:
+                findings = [Finding("no machine has this file", path=name) for name in nowhere_else]
                 raise CheckpointNotFoundError(f"{folder.name} is not whole", findings[:_MOST_SHOWN])
-            place: Any = stored
             for name in rest:
                 (folder / name).unlink(missing_ok=True)  # it is damaged
-            in_threads(lambda name: copy_file(place / name, folder / name), rest, _THREADS)
+            in_threads(lambda name: copy_file(origins[name] / name, folder / name), rest, _THREADS)
             bad.difference_update(r for r, file in enumerate(files) if file.name in rest)
 
     def refuse_other() -> None:

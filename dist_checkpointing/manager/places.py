@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
+from dist_checkpointing.filesystem.local_folder import file_system_type
 from dist_checkpointing.filesystem.location import as_local_folder, as_location
 from dist_checkpointing.format.run_steps import fits
 from dist_checkpointing.manager.retention import Retention
@@ -21,7 +23,8 @@ class Place:
         path: Folder, or URL of an object store.
         every: A step is copied here if it has reached another multiple of this since the last step
             that was. A save goes to the nearest place that takes it, or else to the last one.
-        retention: Which checkpoints are kept here; by default as the manager says.
+        retention: Which checkpoints are kept here; by default as the manager says, and in memory
+            (a tmpfs in front of another place) the last two.
         copies: On how many other machines the part of each is kept too, where each machine has a
             disk of its own. They are made behind the training. A machine is named by its host, or
             by the environment variable DIST_CHECKPOINTING_MACHINE.
@@ -68,22 +71,35 @@ def as_places(given: Places, retention: Retention) -> list[Place]:
     if strange := [place for place in listed if not isinstance(place, Place)]:
         raise TypeError(f"places must be a path or a list of Place, not {strange[0]!r}")
     findings = []
-    if not 1 <= len(listed) <= 2:
-        findings.append(Finding("a run is kept in one place, or in two", found=len(listed)))
+    if not listed:
+        findings.append(Finding("there must be a place", found="an empty list"))
     elif len(listed) == 1 and listed[0].every != 1:
         found = f"{fspath(listed[0].path)}, every={listed[0].every}"
         remedy = "Leave every= out; save as often as it should be written."
         findings.append(Finding("the only place takes each save", found=found, remedy=remedy))
     elif len({str(as_location(place.path).absolute()) for place in listed}) < len(listed):
-        findings.append(Finding("two places are one", found=fspath(listed[-1].path)))
-    elif listed[-1].copies:
-        found = f"{fspath(listed[-1].path)}, copies={listed[-1].copies}"
-        findings.append(Finding("copies are kept on disks in front of a store", found=found))
+        findings.append(Finding("two places are one", found=", ".join(map(str, listed))))
+    elif strange := [place for place in [*listed[1:], listed[-1]] if place.copies]:
+        found = f"{fspath(strange[0].path)}, copies={strange[0].copies}"
+        findings.append(Finding("copies are made where steps come first", found=found))
     if findings:
         raise UnsupportedFormatError("a run cannot be kept in these places", findings)
     *nearer, home = listed
-    paths = [*(as_local_folder(place.path) for place in nearer), as_location(home.path)]
+    paths = [as_local_folder(place.path).absolute() for place in nearer]
+    kept = [_IN_MEMORY if _is_memory(path) else retention for path in paths]
+    pairs = zip(
+        listed, [*paths, as_location(home.path).absolute()], [*kept, retention], strict=True
+    )
     return [
-        replace(place, path=path.absolute(), retention=place.retention or retention)
-        for path, place in zip(paths, listed, strict=True)
+        replace(place, path=path, retention=place.retention or default)
+        for place, path, default in pairs
     ]
+
+
+_IN_MEMORY: Final = Retention(keep_last=2)
+
+
+def _is_memory(folder: Path) -> bool:
+    """Whether a folder is, or will be, in memory."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return file_system_type(existing) in ("ramfs", "tmpfs")

@@ -178,6 +178,11 @@ class RunFolder:
         """Every step of the history that has a folder, newest first."""
         return self.record().history(steps_of_manager(self.root))
 
+    def newest(self) -> int | None:
+        """The newest step of the history that the record knows."""
+        record = self.record()
+        return next(iter(record.history(record.steps)), None)
+
     def go_back_with(self, other: RunRecord) -> None:
         """Let the run have come to the last step of its history that is one of another record's."""
         for record in self._changing():

@@ -252,7 +252,7 @@ def test_what_the_nearest_place_has_no_room_for_goes_to_the_last(
         with full_disk():
             save(2, state(2))
             manager.wait()
-        assert "step 2 goes to the last place" in caplog.text
+        assert "step 2 goes to the next place" in caplog.text
         assert "not enough free space" in caplog.text
         save(3, state(3))
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [
@@ -278,3 +278,60 @@ def test_the_store_gets_the_steps_that_are_due_there_and_the_last_one(tmp_path: 
     assert steps_in(root) == [f"step-000000{step}" for step in (10, 20, 40, 60, 70)]
     with dc.CheckpointManager(places) as manager:
         assert manager.load(state(0))["value"] == 70
+
+
+def names_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("step-????????"))
+
+
+def test_a_step_comes_to_each_place_that_takes_it(tmp_path: Path) -> None:
+    root, keep = new_url(), dc.Retention(keep_last=2)
+    near, disk = tmp_path / "near", tmp_path / "disk"
+    places = [
+        dc.Place(near, every=10, retention=keep),
+        dc.Place(disk, every=30),
+        dc.Place(root, every=100),
+    ]
+    with dc.CheckpointManager(places) as manager:
+        for step in range(10, 131, 10):
+            manager.save(step, state(step))
+            manager.wait()
+        assert manager.load(state(0), 60)["value"] == 60
+    assert (names_in(near), names_in(disk)) == ([120, 130], [10, 30, 60, 90, 120])
+    assert steps_in(root) == [f"step-{step:08d}" for step in (10, 100, 130)]
+    shutil.rmtree(near)
+    with dc.CheckpointManager(places) as manager:
+        assert manager.steps() == [10, 30, 60, 90, 100, 120, 130]
+        assert manager.load(state(0))["value"] == 130
+        assert manager.load(state(0), 90)["value"] == 90
+        manager.save(100, state(101))  # which the disk would not have taken
+        manager.save(120, state(121))
+    with dc.CheckpointManager(places) as manager:
+        assert manager.load(state(0))["value"] == 121
+        assert manager.load(state(0), 100)["value"] == 101
+    shutil.rmtree(near)
+    with dc.CheckpointManager(places) as manager:
+        assert manager.load(state(0))["value"] == 121
+        manager.delete(30)
+        assert manager.steps() == [10, 60, 90, 100, 120, 130]  # which is abandoned
+    assert names_in(disk) == [10, 60, 90, 120]
+
+
+def test_a_full_place_hands_on_to_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = new_url()
+    places = [
+        dc.Place(tmp_path / "near"),
+        dc.Place(tmp_path / "disk"),
+        dc.Place(root, every=100),
+    ]
+    with dc.CheckpointManager(places) as manager:
+        manager.save(1, state(1))
+        with full_disk(tmp_path / "near"):
+            manager.save(2, state(2))
+        assert "step 2 goes to the next place" in caplog.text
+        assert manager.folder(2) == tmp_path / "disk" / "step-00000002"
+        assert manager.load(state(0))["value"] == 2
+        manager.save(3, state(3))
+    assert (names_in(tmp_path / "near"), names_in(tmp_path / "disk")) == ([1, 3], [1, 2, 3])

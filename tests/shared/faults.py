@@ -180,10 +180,12 @@ def without_links(*, kernel_copies: bool) -> Iterator[list[int]]:
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """A file system with sixteen bytes left."""
+def full_disk(folder: Path = Path("/")) -> Iterator[None]:
+    """A file system with sixteen bytes left, at a folder and below it."""
 
     def act(real: Act, path: Any) -> Any:
+        if not Path(path).is_relative_to(folder):
+            return real(path)
         return SimpleNamespace(f_blocks=real(path).f_blocks, f_bavail=1, f_frsize=16)
 
     with replaced("os.statvfs", act):

@@ -44,9 +44,9 @@ class Cluster:
         machine.disk = disk or Disk(old.device, self.world.scheduler.random)
         return old
 
-    def flip(self, name: str) -> None:
-        """Flip a byte in each file of values on the disk of a machine."""
-        for path, inode in self.world.machines[name].disk.tree():
+    def flip(self, name: str, where: str = "disk") -> None:
+        """Flip a byte in each file of values on the disk of a machine, or in its memory."""
+        for path, inode in getattr(self.world.machines[name], where).tree():
             if "/data/model/" in path and not inode.is_folder:
                 content = bytearray(inode.content)
                 content[5] ^= 1

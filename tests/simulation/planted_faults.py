@@ -530,21 +530,21 @@ _RUNS: Final = (
     ),
     PlantedFault(
         "position not moved by a load",
-        "manager/tiers.py",
+        "manager/run.py",
         "        self.position = step\n        if self._copier is not None and is_newest",
         "        if self._copier is not None and is_newest",
         "the step that a run goes on from after a load",
     ),
     PlantedFault(
         "position not moved by a save",
-        "manager/tiers.py",
-        "        self.position = step\n        if self._copier is not None and target",
-        "        if self._copier is not None and target",
+        "manager/run.py",
+        "        self.position = step\n        if target is not self._home",
+        "        if target is not self._home",
         "the step that a run has come to after a save",
     ),
     PlantedFault(
         "old step number allowed",
-        "manager/tiers.py",
+        "manager/run.py",
         "        if newest is not None and step <= newest and not overwrite:\n",
         "        if False:\n",
         "the refusal of a step that is not above the one that the run has come to",
@@ -558,7 +558,7 @@ _RUNS: Final = (
     ),
     PlantedFault(
         "replaced step ended before the commit",
-        "manager/tiers.py",
+        "manager/run.py",
         "        sets_aside = is_ours and is_whole and not overwrite\n"
         '        chosen = {**options, "overwrite": overwrite or (is_ours and not is_whole)}\n',
         "        sets_aside = False\n"

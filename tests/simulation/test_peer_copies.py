@@ -12,7 +12,7 @@ import torch
 from clusters import NODES, ROOT, Cluster, is_copy
 from dist_checkpointing import CheckpointManager, Place, Retention
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.testing.simulation.world import OWN, SHARED, Fault
+from dist_checkpointing.testing.simulation.world import MEMORY, OWN, SHARED, Fault
 from faults import store_down
 from states import rows
 from tiers import share
@@ -28,9 +28,12 @@ def state_of(comm: Comm, value: float) -> dict[str, Any]:
 class PeerCopies(Cluster):
     """A run on four machines, each of which keeps the part of another one."""
 
-    def __init__(self, seed: int, home: str) -> None:
+    def __init__(self, seed: int, home: str, *, memory: bool = False) -> None:
         super().__init__(seed)
         self.places = [Place(f"{OWN}/run", copies=1), Place(home)]
+        if memory:
+            in_memory = Place(f"{MEMORY}/run", copies=1)
+            self.places = [in_memory, Place(f"{OWN}/run", every=2), Place(home, every=100)]
 
     def train(self, *steps: int, is_copied: bool, **options: Any) -> None:
         """Save steps; if they are not copied into the store, the machines stop after a minute."""
@@ -57,8 +60,9 @@ class PeerCopies(Cluster):
         return [path for path in paths if f"step-{step:08d}" in path]
 
     def lose(self, *names: str) -> None:
+        self.world.lose_power(names)
         for name in names:
-            self.swap(name)
+            self.swap(name).close()
 
     def load(self, machines: tuple[str, ...] = ()) -> tuple[int, list[str]]:
         """The value that all ranks load, and the files of values that were read in the store."""
@@ -75,12 +79,14 @@ class PeerCopies(Cluster):
         assert values == [values[0]] * len(values)
         asked = [line.path for line in self.world.log if line.name in ("get", "open")]
         return values[0], [
-            path for path in asked if "/data/model/" in path and not path.startswith(OWN)
+            path for path in asked if "/data/model/" in path and not path.startswith((OWN, MEMORY))
         ]
 
 
-def played(act: Callable[[PeerCopies], Any], seed: int = 7, home: str = ROOT) -> None:
-    made = PeerCopies(seed, home)
+def played(
+    act: Callable[[PeerCopies], Any], seed: int = 7, home: str = ROOT, *, memory: bool = False
+) -> None:
+    made = PeerCopies(seed, home, memory=memory)
     made.world.run(lambda: act(made))
 
 
@@ -192,6 +198,41 @@ def test_a_machine_that_has_fetched_a_step_deletes_it_when_it_is_due() -> None:
     played(act)
 
 
+@pytest.mark.parametrize("home", HOMES)
+def test_what_is_in_memory_comes_to_the_disk_of_each_machine(home: str) -> None:
+    def act(made: PeerCopies) -> None:
+        made.train(*range(1, 8), is_copied=True)
+        for machine in made.world.machines.values():
+            in_memory = {path[:18] for path, _ in machine.memory.tree() if "step-" in path}
+            on_disk = {path[:18] for path, _ in machine.disk.tree() if "step-" in path}
+            assert in_memory == {f"/run/step-0000000{step}" for step in (6, 7)}
+            assert on_disk == {f"/run/step-0000000{step}" for step in (1, 2, 4, 6)}
+        made.lose("node2")
+        assert made.load() == (7, [])  # in memory
+        made.world.lose_power(["node0", "node1"])
+        assert made.load()[0] == 7  # in the last place, as the last step of a run
+        made.train(8, 9, is_copied=False)
+        made.world.lose_power(["node0", "node1"])
+        assert made.load()[0] == 8  # on the disks; then it is copied, too
+        made.world.lose_power()
+        assert made.load() == (8, [])
+        made.train(9, 10, is_copied=False)
+        assert made.load()[0] == 10
+
+    played(act, home=home, memory=True)
+
+
+def test_damage_in_memory_is_found_and_read_from_the_disk() -> None:
+    def act(made: PeerCopies) -> None:
+        made.train(1, 2, is_copied=True)
+        made.world.lose_power(["node0"])
+        made.flip("node3", "memory")
+        made.flip("node2", "memory")
+        assert made.load() == (2, [])
+
+    played(act, memory=True)
+
+
 def killed_at(made: PeerCopies, seed: int) -> None:
     """Kill the machine of whoever does some operation, take its disk away, and go on."""
     dice, reached = random.Random(seed), Counter({1: 8})
@@ -210,14 +251,22 @@ def killed_at(made: PeerCopies, seed: int) -> None:
         launch = made.world.launch(8, work, machines=NODES, faults=[fault])
     dead = [rank for rank in range(8) if rank not in launch.results]
     killed = NODES[dead[0] // 2] if dead else dice.choice(NODES)
-    made.lose(killed)
+    if len(made.places) == 2 or dice.random() < 0.5:
+        made.lose(killed)
+    else:
+        made.world.lose_power(dice.sample(NODES, dice.randint(1, 4)))
     copied = max(step for step, count in reached.items() if count == 8)
     assert made.load()[0] >= copied, (seed, fault, killed)
     made.train(4, is_copied=True)
     assert made.load() == (4, [])
 
 
-@pytest.mark.parametrize("first", range(0, 500, 25))
+@pytest.mark.parametrize("first", range(0, 100, 20))
 def test_no_killed_machine_takes_a_copied_step_with_it(first: int) -> None:
-    for seed in range(first, first + share(25)):
-        played(lambda made, seed=seed: killed_at(made, seed), seed, HOMES[seed % 2])  # type: ignore[misc]
+    for seed in range(first, first + share(20)):
+        played(
+            lambda made, seed=seed: killed_at(made, seed),  # type: ignore[misc]
+            seed,
+            HOMES[seed % 2],
+            memory=seed % 4 > 1,
+        )

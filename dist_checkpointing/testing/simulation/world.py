@@ -42,6 +42,8 @@ SHARED: Final = "/sim/shared"
 """A folder that all machines have, on a network file system."""
 OWN: Final = "/sim/own"
 """A folder that each machine has for itself."""
+MEMORY: Final = "/sim/memory"
+"""A folder in the memory of each machine."""
 _LIBRARY: Final = "dist_checkpointing."
 _worlds = itertools.count()
 _LOOKS: Final = frozenset({"stat", "open", "list", "get", "head", "flock"})
@@ -54,12 +56,14 @@ class Machine:
     """Attributes:
     name: Its host name.
     disk: Its own disk, at ``OWN``.
+    memory: A file system at ``MEMORY``, which is empty when the machine was started.
     boots: How often it was started.
     clock_error: Seconds by which its clock is wrong.
     """
 
     name: str
     disk: Disk
+    memory: Disk
     boots: int = 1
     clock_error: float = 0.0
 
@@ -148,7 +152,11 @@ class World:
         dice = self.scheduler.random
         self.shared = Disk(1 << 20, dice, late_seconds)
         self.machines = {
-            f"node{number}": Machine(f"node{number}", Disk((1 << 20) + 1 + number, dice))
+            f"node{number}": Machine(
+                f"node{number}",
+                Disk((1 << 20) + 1 + number, dice),
+                Disk((1 << 19) + number, dice),
+            )
             for number in range(machines)
         }
         self.store = SimulatedStore(self)
@@ -347,8 +355,11 @@ class World:
                 process.die()
         self.shared.lose_power(cut)
         for name in sorted(cut):
-            self.machines[name].disk.lose_power([name])
-            self.machines[name].boots += 1
+            machine = self.machines[name]
+            machine.disk.lose_power([name])
+            machine.memory.close()
+            machine.memory = Disk(machine.memory.device, self.scheduler.random)
+            machine.boots += 1
 
     def is_short(self) -> bool:
         """Whether a write writes less than it should."""
@@ -362,8 +373,9 @@ class World:
 
     def disk_of(self, machine: str, parts: Sequence[str]) -> tuple[Disk, list[str]]:
         """The disk that a path below ``/sim`` is on, and the path on it."""
-        if parts and parts[0] == "own" and machine in self.machines:
-            return self.machines[machine].disk, [*parts[1:]]
+        if parts and parts[0] in ("own", "memory") and machine in self.machines:
+            found = self.machines[machine]
+            return found.disk if parts[0] == "own" else found.memory, [*parts[1:]]
         if parts and parts[0] == "shared":
             return self.shared, [*parts[1:]]
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/".join(parts))
@@ -376,7 +388,9 @@ class World:
             machine = self.machines.get(process.machine)
             return f"{process.machine}-{0 if machine is None else machine.boots}\n"
         if path == "/proc/self/mountinfo":
-            mounts = [(self.shared, "nfs4"), *((m.disk, "ext4") for m in self.machines.values())]
+            machines = self.machines.values()
+            mounts = [(self.shared, "nfs4"), *((machine.disk, "ext4") for machine in machines)]
+            mounts += ((machine.memory, "tmpfs") for machine in machines)
             return "".join(
                 f"1 1 {os.major(disk.device)}:{os.minor(disk.device)} / /sim rw - {kind} x rw\n"
                 for disk, kind in mounts
@@ -389,7 +403,8 @@ class World:
         return None
 
     def _disks(self) -> list[Disk]:
-        return [self.shared, *(machine.disk for machine in self.machines.values())]
+        machines = self.machines.values()
+        return [self.shared, *(m.disk for m in machines), *(m.memory for m in machines)]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: in its root alone, or on fast disks that are copied into the root."""
+"""The checkpoints of a run: in its last place alone, or first on the disks of its machines."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ from dist_checkpointing.format.run_steps import (
     NO_STEP,
     RunRecord,
     latest_step,
-    steps_of_manager,
 )
 from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.manager.copies import Copier
-from dist_checkpointing.manager.disks import FastDisks, whole_steps
+from dist_checkpointing.manager.disks import FastDisks, MachineFolders, whole_steps
 from dist_checkpointing.manager.peer_files import fetch_for_load
 from dist_checkpointing.manager.places import Place
 from dist_checkpointing.manager.run_folder import RunFolder
@@ -46,16 +45,17 @@ _TRIES_OF_DISKS: Final = 3
 
 
 class NoRoomError(CheckpointingException):
-    """The nearest place has no room for a step."""
+    """A place that is not the last one has no room for a step."""
 
 
 class Run:
     """The checkpoints of one run, as one rank has them.
 
-    A step goes to the nearest place that takes it, and is copied from there to the last one: it is
-    there as a whole, or not at all. Retention holds in both; a disk also keeps what is not in the
-    last place yet. If not all ranks share a disk, each has the part of a step that its ranks wrote;
-    a load fetches to it what its ranks ask for. Rank 0 knows which steps the disks hold together.
+    A step goes to the nearest place that takes it, and is copied from there to those behind it that
+    do: into the last one as a whole, or not at all. Retention holds in each; a disk also keeps what
+    is not in the last place yet, and a nearer one what is not further on the same machine. If not
+    all ranks share a disk, each has the part of a step that its ranks wrote; a load fetches to it
+    what its ranks ask for. Rank 0 knows which steps the disks hold together.
 
     Only rank 0 may call methods that are not collective and change files.
 
@@ -88,20 +88,32 @@ class Run:
         self._has_parts = False  # the steps on a disk may be parts of checkpoints
         if comm.rank == 0:
             self._home.finish_commits()
+        self._machine = MachineFolders([self.near])
         if self._has_disks:
-            self._use_disks(places[0])
+            self._use_disks(places[:-1])
 
-    def _use_disks(self, place: Any) -> None:
+    def _use_disks(self, places: Sequence[Any]) -> None:
         """Go on with what the last manager has left on the disks. Collective."""
-        fast, retention = place.path, place.retention
-        self.near = near = RunFolder(fast, retention, self._kept)
-        self._folders = [near, self._home]
-        disks = FastDisks(self._comm, fast)
+        folders = [
+            RunFolder(p.path, p.retention, partial(self._kept, n + 1)) for n, p in enumerate(places)
+        ]
+        self.near = near = folders[0]
+        self._folders, self._machine = [*folders, self._home], MachineFolders(folders)
+        disks, *others = (FastDisks(self._comm, place.path) for place in places)
+        if any(other.leader_of_rank != disks.leader_of_rank for other in others):
+            finding = Finding(
+                "all places but the last one must be shared by the same ranks",
+                found=", ".join(disks.names),
+                remedy="Leave out the one that more ranks share, or make it the last one.",
+            )
+            raise UnsupportedFormatError("a run cannot be kept in these places", [finding])
         self._num_disks, self._leads = len(disks.leaders), disks.leads
         self._has_parts = disks.are_many or self._comm.from_rank0(
             "looking for parts that other machines have left",
             lambda: any(
-                PARTS_NAME in leftovers(near.folder(step)) for step in steps_of_manager(fast)
+                PARTS_NAME in leftovers(path)
+                for step in self._machine.steps()
+                for path in self._machine.paths(step)
             ),
         )
         if self._has_parts and self._is_incremental:
@@ -113,16 +125,26 @@ class Run:
             )
             raise UnsupportedFormatError("not all ranks share a disk", [finding])
         what = "agreeing on the history"
-        records = self._comm.to_rank0(what, lambda: near.record() if disks.leads else None)
+
+        def last_record() -> RunRecord | None:
+            for folder in folders[1:] if disks.leads else ():
+                folder.finish_replacing()
+                near.catch_up_with(folder.record())  # it may be on a disk that is lost at a restart
+                folder.go_back_with(near.record())
+            return near.record() if disks.leads else None
+
+        records = self._comm.to_rank0(what, last_record)
         with self._comm.agreed(what):
             if self._comm.rank == 0:
-                near.finish_commits()
+                for folder in folders:
+                    folder.finish_commits()
                 self._agree_on_history(records)
-        whole = whole_steps(self._comm, disks, near, self._home, has_parts=self._has_parts)
-        self._disks, home = disks, self._places[-1]
-        self._copier = Copier(self._comm, near, self._home, disks, (place, home), whole)
+        machine = self._machine
+        whole = whole_steps(self._comm, disks, machine, self._home, has_parts=self._has_parts)
+        self._disks = disks
+        self._copier = Copier(self._comm, machine, self._home, disks, self._places, whole)
         is_one_machine = len({*disks.machines}) == 1 < len(disks.leaders)
-        if place.copies and is_one_machine and self._comm.rank == 0:
+        if places[0].copies and is_one_machine and self._comm.rank == 0:
             logger.warning("all disks are on %s: no copies are made", disks.machines[0])
 
     @property
@@ -130,9 +152,14 @@ class Run:
         """The steps that are not in the last place yet, and their saves."""
         return {} if self._copier is None else self._copier.pending
 
-    def _kept(self) -> set[int]:
-        """The steps that a disk must keep until they are copied."""
-        return {*self._pending, *(self._copier.unsent if self._copier else ())}
+    def _kept(self, number: int) -> set[int]:
+        """The steps that a folder must keep until folder ``number`` or the last place has them."""
+        further = self._machine.folders[number:]
+        unsent = self._copier.unsent if self._copier else ()
+        is_further = (
+            step for step in self._pending if any(is_committed(f.folder(step)) for f in further)
+        )
+        return {*self._pending}.difference(is_further).union(unsent)
 
     def _agree_on_history(self, records: Sequence[RunRecord | None]) -> None:
         """Let disk and store go back where the run has, and only the other one knows.
@@ -150,7 +177,7 @@ class Run:
 
     def best_place(self, step: int) -> Path:
         """Where a step is: on the disk, or in the last place if all of it is there alone."""
-        local, stored = self.near.folder(step), self._home.folder(step)
+        local, stored = self._machine.folder(step), self._home.folder(step)
         if not self._has_disks or step in self._pending or not is_committed(stored):
             return local
         if self._has_parts or step in self.damaged or not is_committed(local):
@@ -168,11 +195,11 @@ class Run:
         if not self._has_parts:
             # Only rank 0 knows what is to be copied.
             is_near = not self._has_disks or self._comm.from_rank0(
-                f"finding step {step}", lambda: self.best_place(step) == self.near.folder(step)
+                f"finding step {step}", lambda: self.best_place(step) != self._home.folder(step)
             )
-            return (self.near if is_near else self._home).folder(step)
+            return self._machine.folder(step) if is_near else self._home.folder(step)
         if near and wanted is not None and self._fetch(step, wanted):
-            return self.near.folder(step)
+            return self._machine.folder(step)
         if self._copier is not None:
             self._copier.require(step)
         with self._comm.agreed(f"looking for step {step} in the last place"):
@@ -182,7 +209,7 @@ class Run:
 
     def has_part(self, folder: Location) -> bool:
         """Whether a folder may hold a part of a checkpoint: what a load has asked for."""
-        return self._has_parts and folder.parent == self.near.root
+        return self._has_parts and folder.parent != self._home.root
 
     def _fetch(self, step: int, wanted: Any) -> bool:
         """Whether all ranks can load a step from their disks; fetches what is missing. Collective.
@@ -204,7 +231,8 @@ class Run:
         content, data = self._comm.from_rank0(f"reading the seal of step {step}", find)
         if content is None or self._disks is None:
             return False
-        folder, source = self.near.folder(step), None if data is None else stored / data
+        folder, *others = self._machine.paths(step)
+        source = None if data is None else stored / data
         seal, wanted = Seal.from_json(content), as_state_dict(wanted, self._comm)
         # Behind the name of a file there may be which bytes of it.
         places = [f"{place}," for place in self._damage.pop(step, ())]
@@ -212,7 +240,7 @@ class Run:
         try:
             distrusted = damaged if self._skipped[step] > 1 else set()
             fetch_for_load(
-                *(self._comm, self._disks, folder, seal, source),
+                *(self._comm, self._disks, folder, seal, others, source),
                 wanted,
                 damaged=damaged,
                 distrusted=distrusted,
@@ -267,8 +295,9 @@ class Run:
 
     def committed_steps(self) -> list[int]:
         """Every step that is in the root, or whole on the disks; oldest first."""
-        near = self._pending if self._has_parts else self.near.committed_steps()
-        return sorted({*near, *(self._home.committed_steps() if self._has_disks else ())})
+        folders = self._folders[-1:] if self._has_parts else self._folders
+        pending = self._pending if self._has_parts else ()
+        return sorted({*pending, *(s for folder in folders for s in folder.committed_steps())})
 
     def latest(self) -> int | None:
         """The newest one of the steps that the root and the disks say were committed last."""
@@ -290,25 +319,26 @@ class Run:
         watch: Stopwatch,
         options: Mapping[str, Any],
         *,
-        has_room: bool = True,
-    ) -> tuple[SaveHooks, Path, dict[str, Any]]:
+        first: int = 0,
+    ) -> tuple[SaveHooks, Path, dict[str, Any], int]:
         """Record that this manager will write the folder of a step, before it exists. Collective.
 
         Without ``overwrite`` the step must be above the one that the run has come to. It goes to
-        the nearest place that is due and ``has_room``, or else to the last one.
+        the nearest place from ``first`` on that takes it.
 
         Returns:
-            What the save calls, its folder, and its options. It overwrites a checkpoint that a
-            manager of this run wrote and that is not in the history, or parts of a step that is
-            nowhere whole. On a disk such a checkpoint is set aside instead. Where the nearest place
-            has no room for it, it raises NoRoomError before anything is written.
+            What the save calls, its folder, its options, and the next place. It overwrites a
+            checkpoint that a manager of this run wrote and that is not in the history, or parts of
+            a step that is nowhere whole. On a disk such a checkpoint is set aside instead. Where a
+            place but the last one has no room for it, it raises NoRoomError before it writes.
         """
         what, overwrite = "beginning a save", bool(options.get("overwrite", False))
         valid = Outcome.of(what, partial(_require_step, step))
-        is_near = has_room and self._is_due(step, valid)
-        if self._copier is not None and (overwrite or not is_near):
-            self._copier.require(None)  # what is replaced must not come there later
-        target, disks = self.near if is_near else self._home, None
+        place = self._place_of(step, valid, first)
+        is_near = self._has_disks and place < len(self._places) - 1
+        if self._copier is not None and (overwrite or place):
+            self._copier.require(None)  # neither what is replaced nor another step comes there now
+        target, disks = self._folders[place], None
         number, parent, is_ours, has_base, is_stored = self._comm.from_rank0(
             what, lambda: self._begin(target, step, metric, overwrite=overwrite), after=valid
         )
@@ -316,8 +346,8 @@ class Run:
         if is_near and self._num_disks > 1:
             with self._comm.agreed("beginning a save on every disk"):
                 if self._leads and self._comm.rank:
-                    _, is_ours = self.near.begin(step, parent)
-            on_part = partial(self._part_committed, step)
+                    _, is_ours = target.begin(step, parent)
+            on_part = partial(self._part_committed, target, step)
             disks = Disks(str(self._home.folder(step)), self._leads, on_part)
         at_end = partial(self._copier.copy, step if is_near else None) if self._copier else None
         is_whole = target.is_on_disk and not (is_near and self._has_parts)
@@ -334,7 +364,7 @@ class Run:
             try:
                 check_room(folder, 0 if has_base else watch.num_bytes // num_disks)
             except CheckpointingException as error:
-                if is_near and self._has_disks:
+                if is_near:
                     raise NoRoomError(error.message, error.findings) from error
                 raise
             if sets_aside:
@@ -351,19 +381,24 @@ class Run:
             self._committed(target, step)
             call_hooks(self._on_saved, saved)
 
-        return SaveHooks(check, claimed, committed, disks, at_end), folder, chosen
+        return SaveHooks(check, claimed, committed, disks, at_end), folder, chosen, place + 1
 
-    def _is_due(self, step: int, valid: Outcome[None]) -> bool:
-        """Whether the nearest place takes a step. Collective."""
-        place = self._places[0]
-        if not self._has_disks or place.every == 1:
-            return True
+    def _place_of(self, step: int, valid: Outcome[None], first: int) -> int:
+        """The number of the nearest place, from ``first`` on, that takes a step. Collective."""
+        last = len(self._places) - 1
+        if first == last or (first == 0 and self._places[0].every == 1):
+            return first
 
-        def is_due() -> bool:
-            record = self.near.record()
-            return place.is_due(step, next(iter(record.history(record.steps)), None))
+        def is_due(number: int) -> bool:
+            folder = self._folders[number]
+            # Of two saves of a step on a machine, the nearer one is read.
+            is_nearer = any(is_committed(f.folder(step)) for f in self._folders[:number])
+            return not is_nearer and self._places[number].is_due(step, folder.newest())
 
-        return self._comm.from_rank0("choosing a place", is_due, after=valid)
+        def choose() -> int:
+            return next(filter(is_due, range(first, last)), last)
+
+        return self._comm.from_rank0("choosing a place", choose, after=valid)
 
     def end_replacing(self) -> None:
         """Do what is left of a save that has set something aside, and has ended."""
@@ -411,22 +446,31 @@ class Run:
         kind = CheckpointExistsError if is_there else CheckpointingException
         return kind(f"step {step} is not saved: the run is at step {newest} already", [finding])
 
-    def _part_committed(self, step: int) -> None:
+    def _part_committed(self, target: RunFolder, step: int) -> None:
         """Note that rank 0 has committed what this disk holds a part of."""
-        with tolerant(f"{self.near.folder(step)}: a commit is not recorded"):
-            if self._copier is not None:
-                self._copier.keep(step)
-            self.near.committed(step)
+        with tolerant(f"{target.folder(step)}: a commit is not recorded"):
+            self._go_on_from(target, step)
 
     def _committed(self, target: RunFolder, step: int) -> None:
         """Move the pointer, and let the step be copied."""
         self.position = step
-        if self._copier is not None and target is self.near:
+        if target is not self._home:
             with tolerant(f"{self.root} has steps that step {step} has not grown from"):
-                self._home.go_back_with(self.near.record())
-            self._copier.keep(step)
+                self._home.go_back_with(target.record())
         self.damaged.discard(step)
+        self._go_on_from(target, step)
+
+    def _go_on_from(self, target: RunFolder, step: int) -> None:
+        """Note the commit of what a folder holds of a step, in all folders of this machine."""
+        machine = self._machine.folders
+        if self._copier is not None and target in machine:
+            self._copier.keep(step)
         target.committed(step)
+        for folder in machine if target in machine else ():
+            if folder is self.near:
+                folder.catch_up_with(target.record())
+            elif folder is not target:
+                folder.go_back_with(target.record())
 
     def loaded(self, step: int, *, is_newest: bool) -> None:
         """Note that the run goes on from a step.
@@ -440,8 +484,8 @@ class Run:
 
     def verified(self, step: int) -> None:
         """Record that all of a step has been read back and compared, where it was read."""
-        is_near = self.best_place(step) == self.near.folder(step)
-        (self.near if is_near else self._home).note(step, verified=True)
+        root = self.best_place(step).parent
+        next(f for f in self._folders if f.root == root).note(step, verified=True)
 
     def delete(self, step: int) -> None:
         """Delete a step everywhere; see RunFolder. Collective."""
@@ -455,8 +499,9 @@ class Run:
         if self._copier is not None:
             self._copier.forget({step})
             with self._comm.agreed(f"deleting step {step} on every disk"):
-                if self._leads and self._comm.rank and is_committed(self.near.folder(step)):
-                    self.near.delete(step)
+                for folder in self._machine.folders if self._leads and self._comm.rank else ():
+                    if is_committed(folder.folder(step)):
+                        folder.delete(step)
 
     def _delete(self, step: int) -> None:
         there = [self.near]
