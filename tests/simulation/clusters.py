@@ -1,12 +1,12 @@
 """Machines with two ranks and a disk each, and a last place behind them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 from dist_checkpointing import Place
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing.simulation.disk import Disk
-from dist_checkpointing.testing.simulation.world import OWN, World
+from dist_checkpointing.testing.simulation.world import OWN, Fault, World
 
 NODES: Final = ("node0", "node1", "node2", "node3")
 RANKS_A_NODE: Final = 2
@@ -27,11 +27,16 @@ class Cluster:
     def __init__(self, seed: int = 7) -> None:
         self.world = World(seed, machines=len(NODES), changes=0.0, keeps_log=True)
 
-    def on(self, work: Callable[[Comm], Any], machines: tuple[str, ...] = ()) -> list[Any]:
+    def on(
+        self,
+        work: Callable[[Comm], Any],
+        machines: tuple[str, ...] = (),
+        faults: Sequence[Fault] = (),
+    ) -> list[Any]:
         """Run work on the ranks of machines; what each returns."""
         machines = machines or self.names
         ranks = RANKS_A_NODE * len(machines)
-        results = self.world.launch(ranks, work, machines=machines).results
+        results = self.world.launch(ranks, work, machines=machines, faults=faults).results
         errors = [error for error in results.values() if isinstance(error, Exception)]
         if errors:
             raise errors[0]

@@ -3,7 +3,7 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import pytest
@@ -64,7 +64,9 @@ class PeerCopies(Cluster):
         for name in names:
             self.swap(name).close()
 
-    def load(self, machines: tuple[str, ...] = ()) -> tuple[int, list[str]]:
+    def load(
+        self, machines: tuple[str, ...] = (), faults: Sequence[Fault] = ()
+    ) -> tuple[int, list[str]]:
         """The value that all ranks load, and the files of values that were read in the store."""
         self.world.log.clear()
 
@@ -75,7 +77,7 @@ class PeerCopies(Cluster):
             manager.close()
             return int(loaded["value"])
 
-        values = self.on(work, machines)
+        values = self.on(work, machines, faults)
         assert values == [values[0]] * len(values)
         asked = [line.path for line in self.world.log if line.name in ("get", "open")]
         return values[0], [
@@ -231,6 +233,23 @@ def test_damage_in_memory_is_found_and_read_from_the_disk() -> None:
         assert made.load() == (2, [])
 
     played(act, memory=True)
+
+
+@pytest.mark.parametrize("failing", [1, 1000])
+def test_a_disk_that_cannot_be_written_does_not_keep_a_run_from_loading(
+    failing: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def act(made: PeerCopies) -> None:
+        made.train(1, 2, is_copied=True)
+        made.lose("node1")
+        # One write fails, or all do: the file, or all of the step, comes from the last place.
+        errors = [Fault(number, "EIO", operation="step-00000002/data") for number in range(failing)]
+        value, asked = made.load(faults=errors)
+        assert value == 2
+        assert asked
+
+    played(act)
+    assert ("step 2 is not read from the disks" in caplog.text) == (failing > 1)
 
 
 def killed_at(made: PeerCopies, seed: int) -> None:
