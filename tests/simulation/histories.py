@@ -60,6 +60,8 @@ class History:
         is_late: Whether machines see late what others have done.
         is_busy: Whether threads stop for a while now and then.
         is_lossy: Whether the store loses requests.
+        has_memory: Whether the disks are behind the memory of the machines.
+        copies: On how many other machines the part of each is kept.
     """
 
     seed: int
@@ -74,6 +76,8 @@ class History:
     is_lossy: bool = False
     has_flock: bool = True
     changes: float = 0.1
+    has_memory: bool = False
+    copies: int = 0
 
     @classmethod
     def of(cls, seed: int) -> History:
@@ -105,6 +109,8 @@ class History:
             is_lossy=place != "folder" and dice.random() < 0.4,
             has_flock=dice.random() < 0.85,
             changes=dice.choice([0.02, 0.1, 0.5]),
+            has_memory=place == "fast" and dice.random() < 0.5,
+            copies=dice.randint(0, 1) if place == "fast" else 0,
         )
 
     @classmethod
@@ -154,6 +160,8 @@ class History:
             "threads stall": self.is_busy,
             "requests are lost": self.is_lossy,
             "no flock": not self.has_flock,
+            "in memory first": self.has_memory,
+            "copies at peers": self.copies > 0,
         }
         training = ", ".join(text for text, is_so in what.items() if is_so)
         return "\n".join([training, *(f"  {event}" for event in self.events)])
@@ -165,7 +173,8 @@ class History:
             yield replace(self, events=(*before, *after))
             if event.faults:
                 yield replace(self, events=(*before, replace(event, faults=()), *after))
-        for name, calm in (("is_late", False), ("is_busy", False), ("is_lossy", False)):
+        troubles = ("is_late", "is_busy", "is_lossy", "has_memory", "copies")
+        for name, calm in zip(troubles, (False, False, False, False, 0), strict=True):
             if getattr(self, name) != calm:
                 yield replace(self, **{name: calm})  # type: ignore[arg-type]
         if not self.has_flock:

@@ -29,7 +29,7 @@ from dist_checkpointing.errors import RankFailedError
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.format.commit import data_folder
 from dist_checkpointing.testing.simulation.scheduler import StuckError
-from dist_checkpointing.testing.simulation.world import OWN, SHARED, Launch, World
+from dist_checkpointing.testing.simulation.world import MEMORY, OWN, SHARED, Launch, World
 from flipped_bits import FlippedBit
 from histories import Event, History
 from rivals import Rivals
@@ -176,9 +176,16 @@ class Player:
     def _cut_power(self, _: Event) -> None:
         dice, names = self.world.scheduler.random, [*self.world.machines]
         self.world.lose_power(dice.sample(names, dice.randint(1, len(names))))
+        self._lose_memory()
         self._note_verified(None)
         if self.training is not None:
             self._end(self.training)
+
+    def _lose_memory(self) -> None:
+        """Allow that all steps are gone that were in memory: only what is loaded is looked at."""
+        if self.history.has_memory:
+            states = self.oracle.states
+            self.oracle.move(states, [state.forgotten() for state in states])
 
     def _jump(self, _: Event) -> None:
         dice = self.world.scheduler.random
@@ -218,7 +225,11 @@ class Player:
         history = self.history
 
         def resume(rank: _Rank) -> int | None:
-            nearer = [Place(f"{OWN}/run")] if history.place == "fast" else []
+            own = [f"{MEMORY}/run"] * history.has_memory + [f"{OWN}/run"]
+            nearer = [
+                Place(path, copies=0 if number else history.copies)
+                for number, path in enumerate(own if history.place == "fast" else [])
+            ]
             rank.manager = CheckpointManager(
                 [*nearer, Place(self.root)],
                 history.backend,
@@ -277,6 +288,7 @@ class Player:
         if event.kind != "async save":  # whose faults may come later
             self.world.arm(())
         if any(fault.kind == "power" for fault in event.faults):
+            self._lose_memory()
             self._note_verified(None)
         if not is_in_time:
             raise ViolationError(f"{event} was not done after {_LONGEST_SECONDS:.0f} s")

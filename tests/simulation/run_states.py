@@ -59,6 +59,10 @@ class State:
         aside = {old for old in self.must if old == save or (old[0] == save[0] and not is_back)}
         return replace(self, must=self.must - aside, may=self.may | aside)
 
+    def forgotten(self) -> State:
+        """After everything that the run holds may be gone."""
+        return replace(self, must=frozenset(), may=self.may | self.must)
+
     def gone_back(self, position: int) -> State:
         return replace(self, line=tuple(old for old in self.line if old[0] <= position))
 
