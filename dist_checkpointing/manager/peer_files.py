@@ -82,7 +82,7 @@ class _Outgoing:
     def block(self, start: int) -> torch.Tensor:
         """The block that begins at ``start``; empty behind the end."""
         size = max(0, min(_BLOCK_BYTES, self.transfer.file.num_bytes - start))
-        data = torch.zeros(size, dtype=torch.uint8)
+        data = torch.empty(size, dtype=torch.uint8)
         try:
             with self._path.open("rb", buffering=0) as file:
                 file.seek(start)
@@ -90,7 +90,7 @@ class _Outgoing:
                     self.problem = "the file is shorter than it was"
         except OSError as error:
             self.problem = str(error)
-        return data
+        return data.zero_() if self.problem else data
 
 
 class _Incoming:
