@@ -363,8 +363,9 @@ class Copier:
         what, source = f"copying step {step} to {target.root}", self._machine.folder(step)
 
         def is_due() -> bool:
-            newest = target.newest()
-            return newest == step or place.is_due(step, newest)
+            # Another save of this step is replaced, or some machine may not have this one yet.
+            is_there = is_committed(target.folder(step))
+            return is_there or place.is_due(step, target.newest())
 
         def copy() -> None:
             attempt, there = attempt_of(source), target.folder(step)

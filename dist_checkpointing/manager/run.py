@@ -467,10 +467,9 @@ class Run:
             self._copier.keep(step)
         target.committed(step)
         for folder in machine if target in machine else ():
-            if folder is self.near:
-                folder.catch_up_with(target.record())
-            elif folder is not target:
-                folder.go_back_with(target.record())
+            if folder is not target:
+                note = folder.catch_up_with if folder is self.near else folder.go_back_with
+                note(target.record())
 
     def loaded(self, step: int, *, is_newest: bool) -> None:
         """Note that the run goes on from a step.
