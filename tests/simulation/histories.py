@@ -62,6 +62,7 @@ class History:
         is_lossy: Whether the store loses requests.
         has_memory: Whether the disks are behind the memory of the machines.
         copies: On how many other machines the part of each is kept.
+        is_bare: Whether the store compares ETags without the quotes that it gives, as Ceph 16 does.
     """
 
     seed: int
@@ -78,6 +79,7 @@ class History:
     changes: float = 0.1
     has_memory: bool = False
     copies: int = 0
+    is_bare: bool = False
 
     @classmethod
     def of(cls, seed: int) -> History:
@@ -111,6 +113,7 @@ class History:
             changes=dice.choice([0.02, 0.1, 0.5]),
             has_memory=place == "fast" and dice.random() < 0.5,
             copies=dice.randint(0, 1) if place == "fast" else 0,
+            is_bare=place == "store" and dice.random() < 0.3,
         )
 
     @classmethod
@@ -162,6 +165,7 @@ class History:
             "no flock": not self.has_flock,
             "in memory first": self.has_memory,
             "copies at peers": self.copies > 0,
+            "ETags are compared without quotes": self.is_bare,
         }
         training = ", ".join(text for text, is_so in what.items() if is_so)
         return "\n".join([training, *(f"  {event}" for event in self.events)])
@@ -173,8 +177,8 @@ class History:
             yield replace(self, events=(*before, *after))
             if event.faults:
                 yield replace(self, events=(*before, replace(event, faults=()), *after))
-        troubles = ("is_late", "is_busy", "is_lossy", "has_memory", "copies")
-        for name, calm in zip(troubles, (False, False, False, False, 0), strict=True):
+        troubles = ("is_late", "is_busy", "is_lossy", "has_memory", "is_bare", "copies")
+        for name, calm in zip(troubles, (*[False] * 5, 0), strict=True):
             if getattr(self, name) != calm:
                 yield replace(self, **{name: calm})  # type: ignore[arg-type]
         if not self.has_flock:

@@ -117,6 +117,7 @@ class Player:
         side = f"{SHARED}/rivals" if history.place == "folder" else "s3://bucket/rivals"
         self.rivals = Rivals(world, side, history.backend, state_of, value_of)
         world.shared.has_flock = history.has_flock
+        world.store.is_bare = history.is_bare
         world.store.losses = 0.05 if history.is_lossy else 0.0
         world.store.late_seconds = 20.0 if history.is_lossy else 0.0
 

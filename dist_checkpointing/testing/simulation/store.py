@@ -54,11 +54,13 @@ class SimulatedStore:
     Attributes:
         losses: How likely a request, or its answer, is lost, from 0 to 1.
         late_seconds: How long after its process has given up a lost request may still be done.
+        is_bare: Whether ETags are compared without the quotes in which they are given.
     """
 
     def __init__(self, world: World) -> None:
         self.losses = 0.0
         self.late_seconds = 0.0
+        self.is_bare = False
         self._world = world
         self._buckets: dict[str, dict[str, _Object]] = {}
 
@@ -173,7 +175,7 @@ class SimulatedStore:
             objects = self._of(client)
             if mode == "create" and key in objects:
                 raise exceptions.AlreadyExistsError(f"{key} already exists")
-            if isinstance(mode, dict) and mode["e_tag"] != self._found(client, key).etag:
+            if isinstance(mode, dict) and mode["e_tag"] != self._compared(client, key):
                 raise exceptions.PreconditionError(f"{key} has another ETag")
             digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
             seconds = dt.timedelta(seconds=int(self._world.scheduler.now))
@@ -183,6 +185,11 @@ class SimulatedStore:
         name = "put if absent" if mode == "create" else "put"
         answer: dict[str, Any] = self._request(name, client, key, work)
         return answer
+
+    def _compared(self, client: _Client, key: str) -> str:
+        """What the ETag of an object is compared as."""
+        etag = self._found(client, key).etag
+        return etag.strip('"') if self.is_bare else etag
 
     def _delete(self, client: _Client, paths: str | Sequence[str]) -> None:
         keys = [paths] if isinstance(paths, str) else list(paths)
