@@ -160,6 +160,7 @@ def test_a_server_that_never_answers_is_given_up(server: Server, proxy: Proxy) -
         save(numbered(1), place)
 
 
+@pytest.mark.usefixtures("speaks_s3")
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
 def test_answers_that_are_cut_off(server: Server, proxy: Proxy, backend: str) -> None:
     """The first one to each request that returns more than headers."""
@@ -180,6 +181,7 @@ def test_answers_that_are_cut_off(server: Server, proxy: Proxy, backend: str) ->
     assert any(method == "POST" and "delete" in path for method, path in seen)
 
 
+@pytest.mark.usefixtures("speaks_s3")
 @pytest.mark.parametrize("request_of", ["uploads=", "uploadId="], ids=["begin", "end"])
 def test_half_an_answer_to_the_begin_or_the_end_of_an_upload_in_parts(
     server: Server, proxy: Proxy, request_of: str
@@ -211,6 +213,7 @@ def test_a_store_without_conditional_puts_is_refused_at_once(server: Server, pro
     assert not any(method == "POST" for method, _ in proxy.requests)
 
 
+@pytest.mark.usefixtures("speaks_s3")
 def test_a_bucket_that_is_missing_is_named_by_save_and_load(server: Server) -> None:
     place = ObjectPath.of("s3://no-such-bucket/run", server.place().store.options)
     for work in (lambda: save(numbered(1), place), lambda: load({}, place)):
