@@ -1,9 +1,10 @@
-"""The set-up of a checkout: what a target installs, and what a person sees of it."""
+"""The set-up of a checkout: what a target installs, what a person sees of it, what is packaged."""
 
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,25 @@ def test_a_set_up_that_fails_shows_why(checkout: Path) -> None:
     assert ended.returncode != 0
     assert "no space left" in ended.stderr
     assert not (checkout / ".venv" / "ready").exists()
+
+
+def built(root: Path, to: Path) -> dict[str, bytes]:
+    """Content of the wheel and of the sdist of a source folder, by name."""
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(to)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    return {path.name: path.read_bytes() for path in to.iterdir()}
+
+
+def test_builds_are_the_same_bytes_also_without_git_and_links(tmp_path: Path) -> None:
+    files = built(ROOT, tmp_path / "first")
+    (sdist,) = (name for name in files if name.endswith(".tar.gz"))
+    with tarfile.open(tmp_path / "first" / sdist) as archive:
+        assert all(member.isfile() for member in archive)
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / sdist.removesuffix(".tar.gz")
+    # What a zip of the repository has in the place of the link.
+    (unpacked / "strategies").write_text("dist_checkpointing/strategies")
+    for path in unpacked.rglob("*"):
+        os.utime(path, (1, 1))
+    assert built(unpacked, tmp_path / "second") == files
+    assert len(files) == 2
