@@ -3,8 +3,9 @@
 import importlib
 import typing
 
+from dist_checkpointing import interop as interop
+
 if typing.TYPE_CHECKING:
-    from dist_checkpointing import interop as interop
     from dist_checkpointing.checkpoint.checkpoint import Checkpoint as Checkpoint
     from dist_checkpointing.checkpoint.verify_checkpoint import (
         verify_checkpoint as verify_checkpoint,
@@ -110,8 +111,6 @@ __all__ = sorted(_MODULES)  # noqa: PLE0605 - type checkers see the imports abov
 if not typing.TYPE_CHECKING:
     # Hidden from type checkers, which then report a name that does not exist.
     def __getattr__(name: str) -> typing.Any:
-        if name == "interop":
-            return importlib.import_module(f"{__name__}.interop")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
@@ -120,4 +119,4 @@ if not typing.TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "interop"})
+    return sorted({*globals(), *__all__})
