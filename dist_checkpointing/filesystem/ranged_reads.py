@@ -70,13 +70,13 @@ class LocalFile(AbstractContextManager["LocalFile"]):
     most_gap: int | None = None
 
     def __init__(self, path: str, *, stays_open: bool = False) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self.descriptor: int = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(self.descriptor)
         except OSError:
             os.close(self.descriptor)
             raise
-        self.num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+        self.num_bytes: int = status.st_size if stat.S_ISREG(status.st_mode) else 0
         self._close = weakref.finalize(self, os.close, self.descriptor) if stays_open else None
 
     def __exit__(self, *_: object) -> None:
@@ -220,8 +220,10 @@ class FolderReads:
     def __init__(
         self, folder: Location, limits: ReadLimits, can_map: Callable[[Any], bool] | None = None
     ) -> None:
-        self.folder, self.limits, self._can_map = folder, limits, can_map
-        self.slots = threading.Semaphore(limits.threads)
+        self.folder: Location = folder
+        self.limits: ReadLimits = limits
+        self._can_map = can_map
+        self.slots: threading.Semaphore = threading.Semaphore(limits.threads)
         self.sizes: dict[str, int] = {}
         self._open: dict[tuple[int, int, int], LocalFile] = {}
 

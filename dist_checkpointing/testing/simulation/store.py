@@ -57,8 +57,8 @@ class SimulatedStore:
     """
 
     def __init__(self, world: World) -> None:
-        self.losses = 0.0
-        self.late_seconds = 0.0
+        self.losses: float = 0.0
+        self.late_seconds: float = 0.0
         self._world = world
         self._buckets: dict[str, dict[str, _Object]] = {}
 

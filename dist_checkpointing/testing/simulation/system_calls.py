@@ -42,7 +42,8 @@ class Entry:
     """A name in a folder, like ``os.DirEntry``."""
 
     def __init__(self, status: Callable[..., os.stat_result], path: str, inode: Inode) -> None:
-        self.name, self.path = path.rpartition("/")[2], path
+        self.name: str = path.rpartition("/")[2]
+        self.path: str = path
         self.stat = status
         self._inode = inode
 
