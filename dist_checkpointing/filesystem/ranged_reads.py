@@ -25,6 +25,8 @@ Array = npt.NDArray[Any]
 READ_WHOLE_BYTES: Final = 2**14
 """Reading so much of a chunk in vain costs less than reading the chunk by itself."""
 _MOST_OPEN: Final = 8
+_MOST_AT_ONCE: Final = 2**30
+"""macOS refuses to read 2 GiB by one call."""
 _MOST_STORE_GAP_BYTES: Final = 2**20
 """Reading over so much takes a store as long as one more request."""
 
@@ -96,7 +98,7 @@ class LocalFile(AbstractContextManager["LocalFile"]):
         pread(self.descriptor, target, position)
 
     def read_runs(self, runs: Sequence[tuple[Array, int]]) -> None:
-        if not is_cached(self.descriptor, *runs[0]):
+        if hasattr(os, "posix_fadvise") and not is_cached(self.descriptor, *runs[0]):
             for target, position in runs:
                 os.posix_fadvise(self.descriptor, position, target.nbytes, os.POSIX_FADV_WILLNEED)
         for target, position in runs:
@@ -114,13 +116,15 @@ class LocalFile(AbstractContextManager["LocalFile"]):
 
 def pread(descriptor: int, target: Array, position: int) -> None:
     """Fill a C-contiguous array from a file; EOFError if it ends before."""
-    count = os.preadv(descriptor, [target], position)  # type: ignore[list-item]
+    count = 0
+    if target.nbytes <= _MOST_AT_ONCE:
+        count = os.preadv(descriptor, [target], position)  # type: ignore[list-item]
     if count == target.nbytes:
         return
     rest = target.reshape(-1).view(np.uint8)
     while count < len(rest):
         rest, position = rest[count:], position + count
-        count = os.preadv(descriptor, [rest], position)  # type: ignore[list-item]
+        count = os.preadv(descriptor, [rest[:_MOST_AT_ONCE]], position)  # type: ignore[list-item]
         if count == 0:
             raise EOFError("the file ended early")
 
@@ -132,7 +136,7 @@ def is_cached(descriptor: int, target: Array, position: int) -> bool:
     """
     try:
         count = os.preadv(descriptor, [target], position, os.RWF_NOWAIT)  # type: ignore[list-item]
-    except OSError:
+    except (AttributeError, OSError):  # the former where the system has no such read
         return False
     return count == target.nbytes
 

@@ -23,17 +23,15 @@ if typing.TYPE_CHECKING:
     from dist_checkpointing.interop.torch_dcp.writer import DCPWriter as DCPWriter
     from dist_checkpointing.interop.torch_state import TorchState as TorchState
 
-_MODULES = {
-    "DCPReader": "torch_dcp.reader",
-    "DCPStorageLoadStrategy": "torch_dcp.storage_strategy",
-    "DCPStorageSaveStrategy": "torch_dcp.storage_strategy",
-    "DCPWriter": "torch_dcp.writer",
-    "DataPosition": "data_position",
-    "FilePositions": "data_position",
-    "TorchState": "torch_state",
-    "shard_state_dict": "dtensor_state_dict",
-    "unshard_state_dict": "dtensor_state_dict",
+_NAMES_BY_MODULE = {
+    "data_position": "DataPosition FilePositions",
+    "dtensor_state_dict": "shard_state_dict unshard_state_dict",
+    "torch_dcp.reader": "DCPReader",
+    "torch_dcp.storage_strategy": "DCPStorageLoadStrategy DCPStorageSaveStrategy",
+    "torch_dcp.writer": "DCPWriter",
+    "torch_state": "TorchState",
 }
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 __all__ = sorted(_MODULES)  # noqa: PLE0605 - type checkers see the imports above
 
 if not typing.TYPE_CHECKING:

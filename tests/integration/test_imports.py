@@ -92,13 +92,13 @@ def test_what_is_imported_on_first_use_is_what_a_type_checker_sees() -> None:
     lazy = {
         (f"dist_checkpointing.{module}", name)
         for module, names in dist_checkpointing._NAMES_BY_MODULE.items()
-        for name in names
+        for name in names.split()
     }
     assert seen == lazy | {("dist_checkpointing", "interop")}
     assert {name for _, name in lazy} == set(dist_checkpointing.__all__)
     for module, names in dist_checkpointing._NAMES_BY_MODULE.items():
         home = importlib.import_module(f"dist_checkpointing.{module}")
-        for name in names:
+        for name in names.split():
             assert getattr(dist_checkpointing, name) is getattr(home, name)
 
 
