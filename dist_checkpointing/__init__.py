@@ -3,8 +3,9 @@
 import importlib
 import typing
 
+from dist_checkpointing import interop as interop
+
 if typing.TYPE_CHECKING:
-    from dist_checkpointing import interop as interop
     from dist_checkpointing.checkpoint.checkpoint import Checkpoint as Checkpoint
     from dist_checkpointing.checkpoint.verify_checkpoint import (
         verify_checkpoint as verify_checkpoint,
@@ -62,56 +63,39 @@ __version__ = "0.1.0"
 
 # Imported on first use: looking into a checkpoint needs no torch.
 _NAMES_BY_MODULE = {
-    "checkpoint.checkpoint": ("Checkpoint",),
-    "checkpoint.verify_checkpoint": ("verify_checkpoint",),
+    "checkpoint.checkpoint": "Checkpoint",
+    "checkpoint.verify_checkpoint": "verify_checkpoint",
     "errors": (
-        "CheckpointExistsError",
-        "CheckpointNotFoundError",
-        "CheckpointingException",
-        "CorruptCheckpointError",
-        "InvalidShardingError",
-        "RankFailedError",
-        "StateMismatchError",
-        "StrategyNotFoundError",
-        "UnsupportedFormatError",
+        "CheckpointExistsError CheckpointNotFoundError CheckpointingException "
+        "CorruptCheckpointError InvalidShardingError RankFailedError StateMismatchError "
+        "StrategyNotFoundError UnsupportedFormatError"
     ),
-    "filesystem.object_store": ("ObjectPath", "ObjectStoreOptions"),
-    "format.commit": ("check_is_distributed_checkpoint",),
-    "manager.checkpoint_manager": ("CheckpointManager",),
-    "manager.places": ("Place",),
-    "manager.retention": ("Retention",),
-    "mapping": (
-        "LocalNonpersistentObject",
-        "ShardedObject",
-        "ShardedTensor",
-        "ShardedTensorFactory",
-    ),
-    "planning.save_plan": ("PlanCache",),
-    "planning.recipe": ("Recipe",),
-    "planning.replica_check": ("ReplicaCheck",),
-    "serialization.async_save": ("AsyncSaver", "SaveHandle", "async_save"),
-    "serialization.fingerprint_of_state": ("fingerprint",),
-    "serialization.load": ("load",),
+    "filesystem.object_store": "ObjectPath ObjectStoreOptions",
+    "format.commit": "check_is_distributed_checkpoint",
+    "manager.checkpoint_manager": "CheckpointManager",
+    "manager.places": "Place",
+    "manager.retention": "Retention",
+    "mapping": "LocalNonpersistentObject ShardedObject ShardedTensor ShardedTensorFactory",
+    "planning.save_plan": "PlanCache",
+    "planning.recipe": "Recipe",
+    "planning.replica_check": "ReplicaCheck",
+    "serialization.async_save": "AsyncSaver SaveHandle async_save",
+    "serialization.fingerprint_of_state": "fingerprint",
+    "serialization.load": "load",
     "serialization.load_metadata": (
-        "load_common_state_dict",
-        "load_content_metadata",
-        "load_plain_tensors",
-        "load_sharded_metadata",
-        "load_tensors_metadata",
-        "remove_sharded_tensors",
+        "load_common_state_dict load_content_metadata load_plain_tensors load_sharded_metadata "
+        "load_tensors_metadata remove_sharded_tensors"
     ),
-    "serialization.save": ("save",),
-    "storage.staging": ("StagingBuffers",),
-    "validation.load_errors": ("StrictHandling",),
+    "serialization.save": "save",
+    "storage.staging": "StagingBuffers",
+    "validation.load_errors": "StrictHandling",
 }
-_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 __all__ = sorted(_MODULES)  # noqa: PLE0605 - type checkers see the imports above
 
 if not typing.TYPE_CHECKING:
     # Hidden from type checkers, which then report a name that does not exist.
     def __getattr__(name: str) -> typing.Any:
-        if name == "interop":
-            return importlib.import_module(f"{__name__}.interop")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
@@ -120,4 +104,4 @@ if not typing.TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "interop"})
+    return sorted({*globals(), *__all__})

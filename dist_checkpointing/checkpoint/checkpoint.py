@@ -302,7 +302,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
         self.path = path
         # Absolute, so that a handle outlives a change of the working directory.
         self._root = path.absolute()
-        self.folder = self._root if folder is None else folder.absolute()
+        self.folder: Location = self._root if folder is None else folder.absolute()
         self._is_in_place = self.folder == self._root
         self.trusted = trusted
         self._config = config

@@ -93,11 +93,11 @@ class Notes(Examination):
         try:
             yield
         except (CorruptCheckpointError, StateMismatchError) as error:
-            self.findings += _findings(error, key)
+            self.findings.extend(_findings(error, key))
         except UnsupportedFormatError as error:
             if not unpickles:
                 raise
-            self.refused += _findings(error, key)
+            self.refused.extend(_findings(error, key))
         except RankFailedError as error:
             # Of this process alone: what it met says nothing about the checkpoint.
             raise cause_of(error) from None
@@ -123,15 +123,15 @@ class Notes(Examination):
         findings = check_files(seal, folder, sorted(seal.files)[rank::world_size])
         if rank == 0:
             findings += check_config(seal, folder)
-            self.remarks += [
+            self.remarks.extend(
                 Finding("this file is not part of the checkpoint", path=str(folder / name))
                 for name in unnamed_files(seal, folder)
-            ]
+            )
         # What was found out by reading says more than that the file is another one.
         said = [str(finding.path) for finding in self.findings]
-        self.findings += [
+        self.findings.extend(
             finding for finding in findings if not any(str(finding.path) in path for path in said)
-        ]
+        )
 
     def look_at_state(self, checkpoint: Checkpoint) -> None:
         with self.noting(unpickles=True):
@@ -160,7 +160,7 @@ class Notes(Examination):
         try:
             rebuild_index(checkpoint.folder)
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
-            self.findings += (
+            self.findings.extend(
                 replace(f, problem=f"zarr-python cannot open it, our readers can: {f.problem}")
                 for f in error.findings
             )

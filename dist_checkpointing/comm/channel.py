@@ -269,7 +269,7 @@ class StoreThread:
         self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._store: Any = None
         self._beat = f"{HEARTBEATS}/{dist.get_rank()}"
-        self.thread = Thread(target=self._run, name="store", daemon=True)
+        self.thread: Thread = Thread(target=self._run, name="store", daemon=True)
         self.thread.start()
         weakref.finalize(dist.group.WORLD, self.calls.put, None).atexit = False
         _running.add(self)

@@ -200,7 +200,7 @@ class Steps:
         self, group: dist.ProcessGroup, tensor_group: dist.ProcessGroup, timeout_seconds: float
     ) -> None:
         self.timeout_seconds = timeout_seconds
-        self.is_broken = False
+        self.is_broken: bool = False
         self._rank, self._world_size = group.rank(), group.size()
         self._global_ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self._owner = os.getpid()
@@ -211,7 +211,7 @@ class Steps:
         place = f"dist_checkpointing/{group.group_name}/{number}"
         self._arrivals = StoreKeys(place, timeout_seconds)
         self._notes = RankNotes(self._arrivals, self._rank, self._global_ranks)
-        self.channel = Channel(group, tensor_group, self._notes.is_flagged)
+        self.channel: Channel = Channel(group, tensor_group, self._notes.is_flagged)
         with self._one_thread(_MAKING) as deadline:
             place = f"{place}/{self._random_name(deadline)}"
         self.keys = self._notes.keys = StoreKeys(place, timeout_seconds)

@@ -77,7 +77,7 @@ class _LocalFile:
                 with suppress(FileExistsError):
                     os.mkdir(f"{folder}/{above}")
             self._descriptor = os.open(path, _NEW, 0o666)
-        self.position = 0
+        self.position: int = 0
 
     def write(self, parts: Sequence[Any], num_bytes: int, *, stays: bool = False) -> None:
         """Write contiguous arrays or bytes, at most ``MOST_PARTS`` of them, ``num_bytes`` in all.
@@ -150,8 +150,9 @@ class _Upload:
 
     def __init__(self, path: ObjectPath) -> None:
         self._path = path
-        self.block_bytes = self.hashed_bytes = path.store.options.part_bytes
-        self.position = 0
+        self.block_bytes: int = path.store.options.part_bytes
+        self.hashed_bytes: int = self.block_bytes
+        self.position: int = 0
         self._begun: list[Any] = []
         self._waiting: queue.Queue[Any] = queue.Queue(1)
         self._sender: threading.Thread | None = None

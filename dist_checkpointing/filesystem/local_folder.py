@@ -148,10 +148,6 @@ def fsync_folder(*paths: Location | str) -> None:
                 os.close(descriptor)
 
 
-fsync_file = fsync_folder
-"""Makes the content of files durable."""
-
-
 def make_durable_folder(path: Path) -> None:
     """Make a folder, and those above it that are missing; a power cut takes none of them."""
     missing = [*itertools.takewhile(lambda above: status_of(above) is None, (path, *path.parents))]
@@ -328,6 +324,8 @@ def copy_range(read: int, offset: int, num_bytes: int, write: int) -> bool:
 
     EOFError if the file ends before the last byte.
     """
+    if not hasattr(os, "copy_file_range"):  # but on Linux
+        return False
     begin, end = offset, offset + num_bytes
     while offset < end:
         try:

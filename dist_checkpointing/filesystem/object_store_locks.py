@@ -37,7 +37,7 @@ from dist_checkpointing.filesystem.object_store import (
     StoreUnavailableError,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 CLAIMS: Final = ".dckpt/claims"
 COMMITS: Final = ".dckpt/commits"
 BEATS: Final = ".dckpt/beats"
@@ -396,7 +396,7 @@ class Heartbeats(Thread):
         self._path, self._period = brief(path, max(period, _BRIEF_SECONDS)), period
         # The collector may stop this while the thread itself holds the lock of an Event.
         self._stops: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.count = 0
+        self.count: int = 0
         self.start()
 
     def stop(self) -> None:

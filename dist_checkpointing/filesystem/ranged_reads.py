@@ -25,6 +25,8 @@ Array = npt.NDArray[Any]
 READ_WHOLE_BYTES: Final = 2**14
 """Reading so much of a chunk in vain costs less than reading the chunk by itself."""
 _MOST_OPEN: Final = 8
+_MOST_AT_ONCE: Final = 2**30
+"""macOS refuses to read 2 GiB by one call."""
 _MOST_STORE_GAP_BYTES: Final = 2**20
 """Reading over so much takes a store as long as one more request."""
 
@@ -70,13 +72,13 @@ class LocalFile(AbstractContextManager["LocalFile"]):
     most_gap: int | None = None
 
     def __init__(self, path: str, *, stays_open: bool = False) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self.descriptor: int = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(self.descriptor)
         except OSError:
             os.close(self.descriptor)
             raise
-        self.num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+        self.num_bytes: int = status.st_size if stat.S_ISREG(status.st_mode) else 0
         self._close = weakref.finalize(self, os.close, self.descriptor) if stays_open else None
 
     def __exit__(self, *_: object) -> None:
@@ -96,7 +98,7 @@ class LocalFile(AbstractContextManager["LocalFile"]):
         pread(self.descriptor, target, position)
 
     def read_runs(self, runs: Sequence[tuple[Array, int]]) -> None:
-        if not is_cached(self.descriptor, *runs[0]):
+        if hasattr(os, "posix_fadvise") and not is_cached(self.descriptor, *runs[0]):
             for target, position in runs:
                 os.posix_fadvise(self.descriptor, position, target.nbytes, os.POSIX_FADV_WILLNEED)
         for target, position in runs:
@@ -114,13 +116,15 @@ class LocalFile(AbstractContextManager["LocalFile"]):
 
 def pread(descriptor: int, target: Array, position: int) -> None:
     """Fill a C-contiguous array from a file; EOFError if it ends before."""
-    count = os.preadv(descriptor, [target], position)  # type: ignore[list-item]
+    count = 0
+    if target.nbytes <= _MOST_AT_ONCE:
+        count = os.preadv(descriptor, [target], position)  # type: ignore[list-item]
     if count == target.nbytes:
         return
     rest = target.reshape(-1).view(np.uint8)
     while count < len(rest):
         rest, position = rest[count:], position + count
-        count = os.preadv(descriptor, [rest], position)  # type: ignore[list-item]
+        count = os.preadv(descriptor, [rest[:_MOST_AT_ONCE]], position)  # type: ignore[list-item]
         if count == 0:
             raise EOFError("the file ended early")
 
@@ -132,7 +136,7 @@ def is_cached(descriptor: int, target: Array, position: int) -> bool:
     """
     try:
         count = os.preadv(descriptor, [target], position, os.RWF_NOWAIT)  # type: ignore[list-item]
-    except OSError:
+    except (AttributeError, OSError):  # the former where the system has no such read
         return False
     return count == target.nbytes
 
@@ -220,8 +224,10 @@ class FolderReads:
     def __init__(
         self, folder: Location, limits: ReadLimits, can_map: Callable[[Any], bool] | None = None
     ) -> None:
-        self.folder, self.limits, self._can_map = folder, limits, can_map
-        self.slots = threading.Semaphore(limits.threads)
+        self.folder: Location = folder
+        self.limits: ReadLimits = limits
+        self._can_map = can_map
+        self.slots: threading.Semaphore = threading.Semaphore(limits.threads)
         self.sizes: dict[str, int] = {}
         self._open: dict[tuple[int, int, int], LocalFile] = {}
 

@@ -72,9 +72,12 @@ class DataPosition:
             )
         if seed is not None and not 0 <= seed < 2**64:
             raise ValueError(f"seed must be from 0 to 2**64 - 1, not {seed}")
-        self.dataset_size, self.batch_size, self.drop_last = dataset_size, batch_size, drop_last
-        self.seed, self.samples = seed, 0
-        self.loads = 0
+        self.dataset_size: int = dataset_size
+        self.batch_size: int = batch_size
+        self.drop_last: bool = drop_last
+        self.seed: int | None = seed
+        self.samples: int = 0
+        self.loads: int = 0
 
     @property
     def epoch(self) -> int:
@@ -231,7 +234,7 @@ class FilePositions:
     def __init__(self, number_of_files: int, comm: Comm | None = None) -> None:
         self._counts = np.zeros(number_of_files, np.int64)
         self._comm = default_comm() if comm is None else comm
-        self.epoch = 0
+        self.epoch: int = 0
 
     def files(self) -> list[tuple[int, int]]:
         """Files of this rank, and how many samples to skip in each; make the dataset with it."""

@@ -30,7 +30,7 @@ from dist_checkpointing.mapping.nested_dicts import (
 )
 from dist_checkpointing.validation.save_errors import common_digests, number_of_digests
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def outline(value: object, key: str) -> Any:

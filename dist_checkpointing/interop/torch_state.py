@@ -59,7 +59,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 _RECORD: Final = "torch_state"
 _NO_RECORD: Final[Mapping[str, Any]] = {"world_size": 0, "ties": {}, "per_rank": (), "objects": ()}
 _RESERVED: Final = frozenset({"model", "optimizer", "step", "rng", _RECORD})

@@ -59,15 +59,14 @@ class FastDisks:
 
         try:
             made = comm.exchange(what, make)
-            leader_of_rank = comm.exchange(what, lowest_rank)
+            self.leader_of_rank: list[int] = comm.exchange(what, lowest_rank)
         finally:
             with suppress(OSError):
                 mark.unlink()
-        self.leader_of_rank, leader = leader_of_rank, leader_of_rank[comm.rank]
-        self.leaders = sorted(set(leader_of_rank))
-        self.names = [made[rank][1] for rank in self.leaders]
-        self.machines = [made[rank][2] for rank in self.leaders]
-        self.leads = leader == comm.rank
+        self.leaders: list[int] = sorted(set(self.leader_of_rank))
+        self.names: list[str] = [made[rank][1] for rank in self.leaders]
+        self.machines: list[str] = [made[rank][2] for rank in self.leaders]
+        self.leads: bool = self.leader_of_rank[comm.rank] == comm.rank
 
     @property
     def are_many(self) -> bool:

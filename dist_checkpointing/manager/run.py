@@ -74,13 +74,15 @@ class Run:
     ) -> None:
         self._places, self._comm = places, comm
         home: Any = places[-1]
-        self.root, self._retention = home.path, home.retention
+        self.root: Location = home.path
+        self._retention = home.retention
         self._on_saved, self._is_incremental = on_saved, incremental
         self.position: int | None = None
         self.damaged: set[int] = set()  # a save does not go on from them
         self._skipped: Counter[int] = Counter()
         self._damage: dict[int, list[str]] = {}  # on this disk: what findings of loads say where
-        self.near = self._home = RunFolder(home.path, home.retention)
+        self._home = RunFolder(home.path, home.retention)
+        self.near: RunFolder = self._home
         self._folders = [self.near]
         self._copier: Copier | None = None
         self._has_disks, self._num_disks, self._leads = len(places) > 1, 1, comm.rank == 0

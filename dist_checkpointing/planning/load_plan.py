@@ -56,7 +56,7 @@ class WantedTable:
     def __init__(self, leaves: Mapping[Path, ShardedBase]) -> None:
         self.leaves = leaves
         self.rows: Sequence[ShardedBase] = list(leaves.values())
-        self.tensors = [leaf for leaf in self.rows if isinstance(leaf, ShardedTensor)]
+        self.tensors: list[ShardedTensor] = [t for t in self.rows if isinstance(t, ShardedTensor)]
         columns: list[list[Any]] = [[] for _ in _FIELDS]
         # In blocks, because a leaf that is in the cache of the processor is read in half the time.
         for start in range(0, len(self.tensors), _BLOCK_ROWS):

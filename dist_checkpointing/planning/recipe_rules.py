@@ -35,7 +35,7 @@ class Misfit(Exception):
 
     def __init__(self, problem: str, **details: Any) -> None:
         super().__init__(problem)
-        self.finding = Finding(problem, **details)
+        self.finding: Finding = Finding(problem, **details)
 
 
 @dataclass(slots=True)

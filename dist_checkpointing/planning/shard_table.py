@@ -331,10 +331,11 @@ class KeyGroups:
     def __init__(self, table: ShardTable) -> None:
         starts, counted = table.starts, table.num_elements > 0
         count = len(starts)
-        self.of_row = table.is_start.cumsum() - 1
+        self.of_row: Int64s = table.is_start.cumsum() - 1
         self.is_counted: Bools = counted
-        self.num_counted = np.bincount(self.of_row[counted], minlength=count)
-        self.global_shapes = chunks = table.global_shapes[starts]
+        self.num_counted: Int64s = np.bincount(self.of_row[counted], minlength=count)
+        chunks = table.global_shapes[starts]
+        self.global_shapes: Int64s = chunks
         if count:
             rows = np.where(counted[:, None], table.shapes, 1)
             largest = np.maximum.reduceat(rows, starts, axis=0)

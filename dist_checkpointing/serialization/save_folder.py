@@ -144,11 +144,12 @@ class SaveFolder:
     ) -> None:
         # Whoever writes may do so when the working directory is another one.
         self.path = self.data = folder = as_location(path).absolute()
-        self.file = folder if is_file else None
+        self.file: Location | None = folder if is_file else None
         if is_file:
             self.path = self.data = partial_folder(folder)
-        self._hooks, self.disks, self._overwrite = hooks, hooks.disks, overwrite
-        self.destination = (
+        self._hooks, self._overwrite = hooks, overwrite
+        self.disks: Disks | None = hooks.disks
+        self.destination: str = (
             str(self.file or self.path) if self.disks is None else self.disks.destination
         )
         self._attempt: Attempt | StoreAttempt | None = None

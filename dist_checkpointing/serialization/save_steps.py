@@ -57,6 +57,7 @@ from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.serialization.recipes import changed_state
 from dist_checkpointing.serialization.save_folder import SaveFolder, SaveHooks
 from dist_checkpointing.storage import driver
+from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.storage.staging import (
     StagingBuffers,
@@ -178,7 +179,9 @@ class SaveJob:
         options: JobOptions,
         step: int | None = None,
     ) -> None:
-        self.rank, self.meter, self.step = rank, meter, step
+        self.rank: int = rank
+        self.meter: Meter = meter
+        self.step: int | None = step
         self._hooks, self._options = hooks, options
         self._planning: SavePlanning | None = None
         self._common_files: Sequence[SealedFile] | None = None
@@ -284,7 +287,8 @@ class SaveJob:
             nested = self._parts.nested(self.leaves)
             strategy = ForeignSaveStrategy(strategy, nested, validates=validates)
         self.strategy: PlannedSaveStrategy = strategy
-        self.writer = writer = strategy.make_writer(folder.path)
+        writer = strategy.make_writer(folder.path)
+        self.writer: StorageWriter = writer
         writer.is_one_file = folder.file is not None
         casts = not writer.is_opaque and isinstance(strategy.planner, DefaultSavePlanner | None)
         for leaf in self._parts.tensors.values():

@@ -36,8 +36,8 @@ class ReadMode(Enum):
 def _threads_of_a_rank() -> int:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     sharing = int(ranks) if ranks.isdecimal() else 1
-    cores = len(os.sched_getaffinity(0)) // max(1, sharing)
-    return min(max(1, 2 * cores), 4)
+    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))  # of Linux
+    return min(max(1, 2 * (len(usable(0)) // max(1, sharing))), 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

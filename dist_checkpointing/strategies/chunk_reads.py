@@ -38,7 +38,7 @@ from dist_checkpointing.format.geometry import Box, Ints, Window, ravel_offset
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.tensor_memory import DType
-from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTable
+from dist_checkpointing.planning import Destinations, LoadPlan, LoadPlanner, ReadItem, ReadTable
 from dist_checkpointing.planning.load_plan import contiguous_ranges
 from dist_checkpointing.planning.shard_table import Columns, Int64s
 from dist_checkpointing.storage.staging import DeviceBlocks, is_on_gpu
@@ -290,7 +290,7 @@ class Filler:
         table = plan.table if table is None else table
         self.table = table
         self._planner = planner
-        self.destinations = planner.destinations(plan)
+        self.destinations: Destinations = planner.destinations(plan)
         self._files = files
         self._most_bytes = files.limits.most_bytes
         self._of_thread = threading.local()

@@ -51,13 +51,13 @@ class DataFiles:
     ) -> None:
         self._root, self._stem = root, stem
         self._is_durable = options.durability is Durability.FSYNC
-        self.most_bytes = file_writer.file_bytes(root, options.data_file_bytes)
+        self.most_bytes: int = file_writer.file_bytes(root, options.data_file_bytes)
         self._most_pending = min(most_pending, MOST_PENDING_BYTES)
         self._report = report
         self._open_file: file_writer.NewFile | None = None
-        self.end = 0
+        self.end: int = 0
         self.sealed: list[SealedFile] = []
-        self.stays = False
+        self.stays: bool = False
         self._pending: list[Any] = []
         self._pending_bytes = self._unreported = 0
         self.names: list[str] = []

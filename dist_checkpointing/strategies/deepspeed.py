@@ -157,7 +157,7 @@ class DeepSpeedFiles(TensorFiles):
         self._add_frozen_and_buffers(model, first, is_cut=stage == _CUTS_WEIGHTS)
         rest = {key: value for key, value in model.items() if key not in _NOT_IN_COMMON}
         ties = {"model": dict(model.get("shared_params") or {})}
-        self.common = {
+        self.common: dict[Any, Any] = {
             "optimizer": state,
             "step": int(model.get("global_steps", 0)),
             "torch_state": {"world_size": 0, "ties": ties, "per_rank": [], "objects": []},
@@ -330,7 +330,7 @@ class DeepSpeedFiles(TensorFiles):
 class DeepSpeedReader(TensorFilesReader):
     """Reads a DeepSpeed checkpoint."""
 
-    files_type = DeepSpeedFiles
+    files_type: ClassVar[type[DeepSpeedFiles]] = DeepSpeedFiles
 
 
 class DeepSpeedLoadShardedStrategy(PlannedLoadStrategy):
@@ -343,7 +343,7 @@ class DeepSpeedLoadShardedStrategy(PlannedLoadStrategy):
 class DeepSpeedCommonLoadStrategy(TensorFilesCommonStrategy):
     """Reads what DeepSpeed keeps beside tensors."""
 
-    files_type = DeepSpeedFiles
+    files_type: ClassVar[type[DeepSpeedFiles]] = DeepSpeedFiles
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("deepspeed", 1)})
 
 

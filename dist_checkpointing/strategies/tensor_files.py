@@ -57,7 +57,7 @@ class TensorFiles(ABC):
         self.cells: Mapping[str, Mapping[Ints, Any]] = {}
         self.file_of: dict[str, Path] = {}
         self.path = path
-        self.paths = tuple(paths)
+        self.paths: tuple[Path, ...] = tuple(paths)
         self.most_bytes: int = 32 * 2**20
         self._states = [_state(file) for file in paths]
         self._opened: dict[Path, Any] = {}

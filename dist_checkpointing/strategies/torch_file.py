@@ -115,7 +115,7 @@ class TorchFile(TensorFiles):
 class TorchFileReader(TensorFilesReader):
     """Reads a file of torch.save."""
 
-    files_type = TorchFile
+    files_type: ClassVar[type[TorchFile]] = TorchFile
 
 
 class TorchFileWriter(StorageWriter):
@@ -162,7 +162,7 @@ class TorchFileWriter(StorageWriter):
         return done(WriteResults(table, table.num_bytes, files=(written,)))
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
-        self.commit_file = _FILE_NAME, None
+        self.commit_file: tuple[str, bytes | None] | None = _FILE_NAME, None
 
 
 class TorchFileSaveShardedStrategy(PlannedSaveStrategy):
@@ -219,7 +219,7 @@ class TorchFileLoadShardedStrategy(PlannedLoadStrategy):
 class TorchFileCommonLoadStrategy(TensorFilesCommonStrategy):
     """Reads what a file of torch.save holds beside tensors."""
 
-    files_type = TorchFile
+    files_type: ClassVar[type[TorchFile]] = TorchFile
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({(BACKEND, 1)})
 
 

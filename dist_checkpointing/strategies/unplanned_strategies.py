@@ -97,7 +97,7 @@ class ForeignWriter(StorageWriter):
             # Behind the training; the rest, which may be collective, comes later.
             request = self._strategy.async_save(planner.leaves, self.checkpoint_dir)
             request.execute()
-            self.finalize_fns = tuple(request.finalize_fns)
+            self.finalize_fns: Sequence[Callable[[], None]] = tuple(request.finalize_fns)
         else:
             self._strategy.save(planner.leaves, self.checkpoint_dir)
         return done([])
@@ -134,7 +134,7 @@ class ForeignSaveStrategy(PlannedSaveStrategy):
         cache: PlanCache | None = None,
         others: Iterable[ShardedBase] = (),
     ) -> SavePlanning:
-        self.planner = _HeldLeaves(self._leaves)
+        self.planner: SavePlanner | None = _HeldLeaves(self._leaves)
         checked = leaves if self._validates else {}
         return super().planning(checked, writer, comm, cache=cache, others=others)
 
@@ -257,12 +257,12 @@ class WrappedLoadStrategy(LoadShardedStrategy):
     """Answers like another strategy, ``base_strategy``."""
 
     base_strategy: LoadShardedStrategy
-    check_backend_compatibility = _forwarded("check_backend_compatibility")
-    check_version_compatibility = _forwarded("check_version_compatibility")
-    load_tensors_metadata = _forwarded("load_tensors_metadata")
-    load_sharded_metadata = _forwarded("load_sharded_metadata")
-    remove_sharded_tensors = _forwarded("remove_sharded_tensors")
-    plan_removal = _forwarded("plan_removal")
+    check_backend_compatibility: Callable[..., Any] = _forwarded("check_backend_compatibility")
+    check_version_compatibility: Callable[..., Any] = _forwarded("check_version_compatibility")
+    load_tensors_metadata: Callable[..., Any] = _forwarded("load_tensors_metadata")
+    load_sharded_metadata: Callable[..., Any] = _forwarded("load_sharded_metadata")
+    remove_sharded_tensors: Callable[..., Any] = _forwarded("remove_sharded_tensors")
+    plan_removal: Callable[..., Any] = _forwarded("plan_removal")
 
     def trusting(self) -> Self:
         wrapper = copy.copy(self)

@@ -82,7 +82,7 @@ class _Command(TyperCommand):
         return typer.main.get_command(loaded).make_context(info_name, args, parent, **extra)
 
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     cls=_Program,
     name="dckpt",
     no_args_is_help=True,
@@ -90,7 +90,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _name, (_, _what) in COMMANDS.items():
+for _name, (_place, _what) in COMMANDS.items():
     app.command(_name, cls=_Command, short_help=_what)(lambda: None)
 
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 AsJson = Annotated[bool, Option("--json", help="Print one JSON document.")]
 
-out = Console(soft_wrap=False, highlight=False)
+out: Console = Console(soft_wrap=False, highlight=False)
 """The standard output. rich prints no colours for NO_COLOR and for pipes."""
 
-errors = Console(stderr=True, highlight=False)
+errors: Console = Console(stderr=True, highlight=False)
 """The standard error, for errors and progress."""
 
 PIPE_WIDTH = 100

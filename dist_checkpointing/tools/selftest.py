@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,16 +19,16 @@ from typer import Option
 
 from dist_checkpointing import __version__
 from dist_checkpointing.checkpoint.verify_checkpoint import verify_checkpoint
-from dist_checkpointing.comm import Comm, ThreadComm
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem.local_folder import file_system_type
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save
+from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.convert.conversion import convert
 from dist_checkpointing.tools.report import AsJson, Report
 
-_TIMEOUT_SECONDS = 60.0
 _VALUES = torch.arange(97 * 5, dtype=torch.float32).reshape(97, 5)  # which no grid divides evenly
 
 
@@ -74,20 +74,15 @@ def _facts(folder: Path) -> Iterator[tuple[str, str]]:
     yield "process groups", ", ".join(n for n, is_there in known.items() if is_there()) or "none"
     yield "file system", f"{file_system_type(folder) or 'unknown'}, {_lock_of(folder)}"
     extras = {"object stores": "obstore", "YAML recipes": "yaml", "safetensors": "safetensors"}
-    yield from ((name, _version_of(module)) for name, module in extras.items())
+    for name, module in extras.items():
+        yield name, "installed" if importlib.util.find_spec(module) else "not installed"
 
 
 def _lock_of(folder: Path) -> str:
-    with suppress(ImportError, OSError), (folder / "lock").open("w") as file:
-        import fcntl  # noqa: PLC0415 - not everywhere
-
+    with suppress(OSError), (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return "flock works"
     return "no flock: saves lock by a file that they create"
-
-
-def _version_of(module: str) -> str:
-    return "installed" if importlib.util.find_spec(module) else "not installed"
 
 
 def _steps(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -110,8 +105,8 @@ def _steps(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
             verify_checkpoint(one)
             raise RuntimeError("a flipped bit was not found")
 
-    yield "saved by 2 ranks", lambda: _run(2, saved)
-    yield "loaded by 3 ranks", lambda: _run(3, loaded)
+    yield "saved by 2 ranks", lambda: run_ranks(2, saved)
+    yield "loaded by 3 ranks", lambda: run_ranks(3, loaded)
     yield "verified", lambda: verify_checkpoint(one)
     yield "converted to zarr", lambda: convert(one, other, to=("zarr", 2))
     yield "a flipped bit found", damaged
@@ -122,11 +117,3 @@ def _sharded(values: torch.Tensor, comm: Comm) -> dict[str, Any]:
     offset = (sum(map(len, parts[: comm.rank])), 0)
     part = parts[comm.rank].clone()
     return {"w": ShardedTensor.from_offset("w", part, tuple(values.shape), offset)}
-
-
-def _run(world_size: int, work: Callable[[Comm], object]) -> None:
-    rendezvous = ThreadComm.Rendezvous(world_size, _TIMEOUT_SECONDS)
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(work, ThreadComm(rendezvous, rank)) for rank in range(world_size)]
-    for future in futures:
-        future.result()

@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import os
+import resource
 import types
 import weakref
 from collections import deque
@@ -63,8 +64,11 @@ class Budget:
 
 def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
     """Divide what a budget for the whole process leaves among threads and buffers."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    used = pages * os.sysconf("SC_PAGE_SIZE")
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        used = pages * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: its peak, in bytes
     rest = memory_bytes - used
     if rest < _MIN_REST_BYTES:
         least = -(-(used + _MIN_REST_BYTES) // 2**20)

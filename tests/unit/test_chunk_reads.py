@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dist_checkpointing import ShardedTensor, load, save
+from dist_checkpointing.filesystem import ranged_reads
 from dist_checkpointing.filesystem.ranged_reads import open_file
 from dist_checkpointing.format import Box, Window
 from dist_checkpointing.storage import ReadMode, StorageOptions
@@ -31,6 +32,25 @@ def test_a_file_that_becomes_shorter_is_noticed(
     window = Window(0, (16, 16), Box((0, 0), (16, columns)))
     with open_file(tmp_path, path.name) as file, pytest.raises(EOFError):
         read_window(file, 0, window, np.ones((16, columns), np.float32), most_copied)
+
+
+def test_no_read_asks_for_more_than_any_system_takes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").write_bytes(content := bytes(range(250)) * 9)
+    monkeypatch.setattr(ranged_reads, "_MOST_AT_ONCE", 1000)
+    target = np.zeros(2200, np.uint8)
+
+    def limited(real: Any, descriptor: int, buffers: list[Any], position: int) -> int:
+        assert sum(memoryview(buffer).nbytes for buffer in buffers) <= 1000
+        count: int = real(descriptor, buffers, position)
+        return count
+
+    with open_file(tmp_path, "data") as file, replaced("os.preadv", limited):
+        file.read_into(target, 7)
+        assert target.tobytes() == content[7:2207]
+        with pytest.raises(EOFError):
+            file.read_into(target, 60)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

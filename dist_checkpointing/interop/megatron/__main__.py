@@ -11,7 +11,7 @@ parser = argparse.ArgumentParser(prog="python -m dist_checkpointing.interop.mega
 parser.add_argument("--backend", default="torch_dist", help="what save writes by default")
 parser.add_argument("script", help="a script that imports megatron.core.dist_checkpointing")
 parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-given = parser.parse_args()
+given: argparse.Namespace = parser.parse_args()
 install(backend=given.backend)
 sys.argv = [given.script, *given.arguments]
 # As Python itself does for a script.

@@ -26,7 +26,7 @@ class Installed(NamedTuple):
     trusted: bool = False
 
 
-in_use = Installed()
+in_use: Installed = Installed()
 
 
 PACKAGE = "megatron.core.dist_checkpointing"

@@ -73,7 +73,7 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
     ) -> None:
         super().__init__(backend, version, **options)
         self.dtype = dtype
-        self.extra_files = dict(extra_files or {})
+        self.extra_files: dict[str, bytes] = dict(extra_files or {})
 
     def make_writer(self, checkpoint_dir: Any) -> SafetensorsWriter:
         writer = super().make_writer(checkpoint_dir)

@@ -36,7 +36,7 @@ class SafetensorsReader(StorageReader):
 
     def reset(self, checkpoint_id: Any) -> None:
         self._source = checkpoint_id
-        self.checkpoint_dir = checkpoint_id
+        self.checkpoint_dir: Any = checkpoint_id
         if not location.is_folder(checkpoint_id):
             self.checkpoint_dir = checkpoint_id.parent
 

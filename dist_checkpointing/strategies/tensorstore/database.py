@@ -175,7 +175,7 @@ def keep_shared(
             num_bytes += int(used[number])
             # The base may have been saved with less care.
             if is_durable:
-                local_folder.fsync_file(folder / name)
+                location.fsync_file(folder / name)
             continue
         rows = np.flatnonzero(file == number)
         rows = rows[np.argsort(offset[rows], kind="stable")]

@@ -41,7 +41,7 @@ class Body:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.position = 0
+        self.position: int = 0
 
     def varint(self, most: int) -> int:
         """One unsigned integer of variable length."""

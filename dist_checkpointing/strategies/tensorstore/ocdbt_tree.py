@@ -108,9 +108,8 @@ class Tree:
         # Files of a store that stay open, with the nodes that were read ahead.
         self._open: dict[str, OpenFile] = {}
         self._root = root = _read_manifest(folder / MANIFEST_NAME)
-        self._tree_bytes, self.num_keys = 0, 0
-        if root is not None:
-            self._tree_bytes, self.num_keys = root.num_tree_bytes, root.num_keys
+        self._tree_bytes = 0 if root is None else root.num_tree_bytes
+        self.num_keys: int = 0 if root is None else root.num_keys
 
     def all(self) -> tuple[list[bytes], Values]:
         """Every key, sorted, and where its value is."""

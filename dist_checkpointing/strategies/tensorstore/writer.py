@@ -72,7 +72,7 @@ class RowWriter:
         assert plan.index is not None
         self._table, self._index = (table := plan.table), plan.index
         self.has_checksums = has_checksums
-        self.digests = known.columns
+        self.digests: npt.NDArray[np.uint64] = known.columns
         # What a planner makes once more may be something else.
         self._known = None if planner.makes_data or not known.known.any() else known
         self._data_of = known.data_of

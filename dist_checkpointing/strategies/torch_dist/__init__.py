@@ -57,7 +57,7 @@ class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
         **options: Any,
     ) -> None:
         super().__init__(backend, version, **options)
-        self.writer_options = {"separation_hint": separation_hint}
+        self.writer_options: dict[str, Any] = {"separation_hint": separation_hint}
 
 
 class TorchDistLoadShardedStrategy(PlannedLoadStrategy):

@@ -377,7 +377,7 @@ class TorchDistReader(StorageReader):
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
-        self.index = PlacedIndex([], [], [], [])
+        self.index: PlacedIndex = PlacedIndex([], [], [], [])
 
     def read_metadata(self) -> PlacedIndex:
         return placed_index(read_dcp_metadata(self.checkpoint_dir), self.checkpoint_dir)

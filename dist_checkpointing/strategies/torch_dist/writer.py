@@ -268,7 +268,7 @@ class TorchDistWriter(StorageWriter):
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
         self.separation_hint: str | None = None
-        self.with_crc = get_crc32_options()  # which other threads may not see
+        self.with_crc: bool = get_crc32_options()  # which other threads may not see
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         names_of_cells = (cell.unique_key for cell in object_cells(index.objects))

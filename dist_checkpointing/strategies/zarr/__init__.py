@@ -365,7 +365,7 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
     ) -> None:
         super().__init__(backend, version, **options)
         make_codec(codec)  # an unknown name is an error here and now
-        self.writer_options = {"codec_name": codec}
+        self.writer_options: dict[str, Any] = {"codec_name": codec}
 
 
 class Zarr3LoadShardedStrategy(ZarrFolderLoadStrategy):

@@ -110,12 +110,13 @@ class Disk:
     """
 
     def __init__(self, device: int, dice: random.Random, late_seconds: float = 0.0) -> None:
-        self.device, self.late_seconds = device, late_seconds
+        self.device: int = device
+        self.late_seconds: float = late_seconds
         self.has_flock = True
-        self.now = 0.0
+        self.now: float = 0.0
         self._dice = dice
         self._inodes: list[Inode] = []
-        self.root = self._new(is_folder=True)
+        self.root: Inode = self._new(is_folder=True)
         self.root.links = 1
         self.make("", self.root, "lost+found", is_folder=True)
         self.sync("", self.root)

@@ -43,9 +43,11 @@ class Process:
     """
 
     def __init__(self, name: str, machine: str, pid: int) -> None:
-        self.name, self.machine, self.pid = name, machine, pid
-        self.is_dead = False
-        self.frozen_until = 0.0
+        self.name: str = name
+        self.machine: str = machine
+        self.pid: int = pid
+        self.is_dead: bool = False
+        self.frozen_until: float = 0.0
         self.on_death: list[Callable[[], object]] = []
 
     def die(self) -> None:
@@ -60,11 +62,12 @@ class Task:
     """A thread of a process. It waits until ``is_ready()``, at most to the time ``wakes_at``."""
 
     def __init__(self, process: Process, name: str) -> None:
-        self.process, self.name = process, name
+        self.process: Process = process
+        self.name: str = name
         self.is_done = False
         self.is_ready: Callable[[], bool] | None = None
         self.wakes_at: float | None = None
-        self.gate = _thread.allocate_lock()
+        self.gate: _thread.LockType = _thread.allocate_lock()
         self.gate.acquire()
 
 
@@ -79,9 +82,10 @@ class Scheduler:
     """
 
     def __init__(self, seed: int, changes: float = 0.1, stalls: float = 0.0) -> None:
-        self.random = random.Random(seed)  # noqa: S311 - this is no secret
-        self.changes, self.stalls = changes, stalls
-        self.now = 0.0
+        self.random: random.Random = random.Random(seed)  # noqa: S311 - this is no secret
+        self.changes: float = changes
+        self.stalls: float = stalls
+        self.now: float = 0.0
         self._tasks: list[Task] = []
         self._of_thread: dict[int, Task] = {}
         self._main: Task | None = None

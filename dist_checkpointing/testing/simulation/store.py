@@ -58,9 +58,9 @@ class SimulatedStore:
     """
 
     def __init__(self, world: World) -> None:
-        self.losses = 0.0
-        self.late_seconds = 0.0
-        self.is_bare = False
+        self.losses: float = 0.0
+        self.late_seconds: float = 0.0
+        self.is_bare: bool = False
         self._world = world
         self._buckets: dict[str, dict[str, _Object]] = {}
 

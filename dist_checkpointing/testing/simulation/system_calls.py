@@ -34,7 +34,6 @@ class OpenFile:
     inode: Inode
     disk: Disk
     path: str
-    is_for_writing: bool
     pid: int
 
 
@@ -42,7 +41,8 @@ class Entry:
     """A name in a folder, like ``os.DirEntry``."""
 
     def __init__(self, status: Callable[..., os.stat_result], path: str, inode: Inode) -> None:
-        self.name, self.path = path.rpartition("/")[2], path
+        self.name: str = path.rpartition("/")[2]
+        self.path: str = path
         self.stat = status
         self._inode = inode
 
@@ -222,7 +222,7 @@ class SystemCalls:
         if writes:
             inode.writers.add(self._machine)
             inode.modified = inode.changed = disk.nanoseconds
-        self._files[descriptor] = OpenFile(inode, disk, shown, writes, self._getpid())
+        self._files[descriptor] = OpenFile(inode, disk, shown, self._getpid())
         return descriptor
 
     def _open_stream(self, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
@@ -357,8 +357,6 @@ class SystemCalls:
             raise
         file.disk.sync(self._machine, file.inode)
 
-    fdatasync = fsync
-
     def write(self, descriptor: int, data: Any) -> int:
         return self._written(descriptor, [data], None)
 
@@ -459,7 +457,7 @@ class SystemCalls:
 _OF_FILES: Final = (
     *("open", "close", "stat", "lstat", "fstat", "access", "readlink", "statvfs", "scandir"),
     *("listdir", "mkdir", "unlink", "remove", "rmdir", "link", "rename", "replace", "utime"),
-    *("fsync", "fdatasync", "write", "writev", "pwrite", "posix_fallocate", "ftruncate"),
+    *("fsync", "write", "writev", "pwrite", "posix_fallocate", "ftruncate"),
     "copy_file_range",
 )
 _OF_A_PROCESS: Final = (

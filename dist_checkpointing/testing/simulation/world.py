@@ -148,10 +148,10 @@ class World:
         shorts: float = 0.0,
         keeps_log: bool = False,
     ) -> None:
-        self.scheduler = Scheduler(seed, changes, stalls)
+        self.scheduler: Scheduler = Scheduler(seed, changes, stalls)
         dice = self.scheduler.random
-        self.shared = Disk(1 << 20, dice, late_seconds)
-        self.machines = {
+        self.shared: Disk = Disk(1 << 20, dice, late_seconds)
+        self.machines: dict[str, Machine] = {
             f"node{number}": Machine(
                 f"node{number}",
                 Disk((1 << 20) + 1 + number, dice),
@@ -159,16 +159,16 @@ class World:
             )
             for number in range(machines)
         }
-        self.store = SimulatedStore(self)
+        self.store: SimulatedStore = SimulatedStore(self)
         self.shorts = shorts
         self.log: list[Operation] = []
         self.faults: list[Fault] = []
-        self.counted = Counter[Fault]()
+        self.counted: Counter[Fault] = Counter()
         self._keeps_log = keeps_log
         self._targets: Launch | None = None
         self._pids = itertools.count(10**6 + 1000 * next(_worlds))
         self._running: dict[int, Process] = {}
-        self.network = Process("network", "network", 1)
+        self.network: Process = Process("network", "network", 1)
         self._calls = SystemCalls(self)
 
     @property
@@ -319,7 +319,8 @@ class World:
 
     def arm(self, faults: Iterable[Fault], launch: Launch | None = None) -> None:
         """Count the operations of a launch anew, and let these faults happen at theirs."""
-        self.faults, self.counted, self._targets = [*faults], Counter(), launch
+        self.faults, self._targets = [*faults], launch
+        self.counted.clear()
 
     def _happen(self, fault: Fault, process: Process, operation: str, path: str) -> None:
         self.note(operation, path, fault.kind)

@@ -249,7 +249,7 @@ class Target:
     def __post_init__(self) -> None:
         # Imports what will be used, so that its memory counts before the rest is divided.
         found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, self.strategy)
-        self.backend = f"{found.backend} {found.version}"
+        self.backend: str = f"{found.backend} {found.version}"
         if not isinstance(found, PlannedSaveStrategy):
             problem = "it has no planner, so all tensors would have to be in memory"
             message = f"cannot convert into {self.backend}"
@@ -260,7 +260,7 @@ class Target:
         if self.options.reshard and not keeps_cuts:
             finding = Finding("each tensor is stored in one run", found=self.backend)
             raise CheckpointingException("reshard makes no sense here", [finding])
-        self.is_one_file = found.is_one_file(self.destination)
+        self.is_one_file: bool = found.is_one_file(self.destination)
         self._require_place()
         common = {} if self.options.tensors_only else self.source.common()
         cells = {key: dict(self.source.objects[key]) for key in self.plan.objects}

@@ -56,7 +56,7 @@ class Source:
             threads=1, buffer_bytes=_STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
         )
         opened.reads.memory = self._memory = ReusedMemory()
-        self.checks = PartChecks({}, opened.index, opened.read, self._location)
+        self.checks: PartChecks = PartChecks({}, opened.index, opened.read, self._location)
         self.made: Derivation = derive(recipe, opened.index, opened.objects)
         findings = [
             Finding("no template says what fills it", key, remedy="Fill with zeros.")
@@ -148,7 +148,7 @@ class PartChecks:
         location: Callable[[StoredPart], str],
     ) -> None:
         self.most_bytes = _HASHED_BYTES
-        self.num_bytes = 0
+        self.num_bytes: int = 0
         # The first and last corners of the boxes: [part, 2, axis].
         self._left: dict[str, tuple[Sequence[StoredPart], npt.NDArray[np.int64]]] = {
             key: (own, np.array([(part.box.offset, part.box.stop) for part in own], np.int64))
