@@ -7,7 +7,7 @@ into the same folder deletes exactly that, and nothing else. Data is never delet
 
 In an object store everything that a save writes lies below ``data/<attempt>/``, a name that is
 never used again. The commit is ``.dckpt/commits/<n>.json``; ``metadata.json`` follows it. See
-docs/design/011-object-store-commit.md for each point where a save may be cut off.
+docs/design/001-commit.md for each point where a save may be cut off.
 """
 
 from __future__ import annotations

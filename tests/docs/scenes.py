@@ -8,7 +8,7 @@ is all ranks.
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,8 @@ from torch.distributed import checkpoint as dcp
 
 import dist_checkpointing
 from dist_checkpointing import CheckpointManager, ShardedTensor, interop
-from dist_checkpointing.planning import DefaultSavePlanner
 from dist_checkpointing.storage import StorageReader, StorageWriter
 from dist_checkpointing.strategies import (
-    AsyncCallsQueue,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
     TensorStoreLoadShardedStrategy,
@@ -87,11 +85,6 @@ def asynchronous(number: int, names: Names) -> None:
         names["manager"] = CheckpointManager("went_back")
         for step in (1000, 1500, 2000):
             names["manager"].save(step, state)
-    if number == 3:
-        assert names["manager"].latest() == 1200
-        names["root"] = "third"
-    if number == 4:
-        names |= {"AsyncCallsQueue": AsyncCallsQueue, "state": state, "path": "ckpt/1"}
 
 
 def incremental(number: int, names: Names) -> None:
@@ -114,7 +107,7 @@ def recipes(number: int, names: Names) -> None:
         dist_checkpointing.save({k: whole(k, own) for k, own in stored.items()}, "ckpt/1000")
         wanted = {"layers.0.qkv.weight": 6, "wte.weight": 4, "reward_head.weight": 1}
         names["template"] = {k: whole(k, torch.zeros(rows, 2)) for k, rows in wanted.items()}
-    elif number == 2:
+    else:
         hf = hf_weights()
         dist_checkpointing.save({key: whole(key, own) for key, own in hf.items()}, "hf/0")
         vocabulary = torch.empty(24, 16)
@@ -143,13 +136,6 @@ def concepts(number: int, names: Names) -> None:
         names["dp_rank"] = 0
 
 
-def how_it_works(number: int, names: Names) -> None:
-    del number
-    names |= _public() | {"torch": torch, "replace": replace, "training": (1, 2)}
-    names |= {"state": {"w": _weight()}, "DefaultSavePlanner": DefaultSavePlanner}
-    names["TensorStoreSaveShardedStrategy"] = TensorStoreSaveShardedStrategy
-
-
 def planning(number: int, names: Names) -> None:
     del number
     names |= {"PlannedSaveStrategy": PlannedSaveStrategy, "BinsWriter": StorageWriter}
@@ -157,10 +143,9 @@ def planning(number: int, names: Names) -> None:
 
 
 def formats(number: int, names: Names) -> None:
-    del number
     weight = torch.arange(96.0).reshape(8, 12)
-    state = {"w": ShardedTensor.from_rank_offsets("decoder.w", weight)}
-    dist_checkpointing.save(state, "ckpt/1000")
+    if number == 0:
+        names |= _public() | {"state": {"w": _weight()}, "template": {"w": _weight()}}
 
     def opened(spec: Any) -> None:
         base = spec["kvstore"]["base"].replace("file:///", f"file://{Path.cwd()}/")
@@ -185,9 +170,9 @@ def torch_dcp(number: int, names: Names) -> None:
     for name in ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"):
         names[name] = getattr(dcp, name)
     names["old_path"] = "old"
-    if number in (0, 1, 3):
+    if number in (0, 1):
         names["state"] = {"model": model.state_dict(), "step": 7}
-    if number == 4:
+    if number == 3:
         names["state"] = names["template"] = {"w": _weight()}
 
 
@@ -200,23 +185,6 @@ def partial_loads(number: int, names: Names) -> None:
         wrapped = interop.shard_state_dict(state)
         dist_checkpointing.save({**wrapped, "table": table}, "ckpt/1000")
         names |= {"body": model, "model": torch.nn.ModuleDict({"body": model})}
-    if number == 3:
-        assert names["new"] == {"model.head.weight", "model.head.bias"}
-        assert torch.equal(names["table"].weight[:10], torch.ones(10, 4))
-        assert torch.equal(names["table"].weight[10:], names["new_rows"])
-        names |= _trained()
-    if number == 4:
-        names |= {f"fresh_{name}": value for name, value in _trained(steps=0).items()}
-
-
-def _trained(steps: int = 2) -> Names:
-    """A model and its optimizer after some steps."""
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 if steps else 0.2)
-    for _ in range(steps):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    return {"model": model, "optimizer": optimizer}
 
 
 def torch_state(number: int, names: Names) -> None:
@@ -280,6 +248,11 @@ def from_torch_save(number: int, names: Names) -> None:
         names |= {"torch": torch, "model": _model(), "step": 3}
 
 
+def why(number: int, names: Names) -> None:
+    del number
+    names |= _public() | {"state": {"w": _weight()}, "template": {"w": _weight()}}
+
+
 def nothing(number: int, names: Names) -> None:
     """The page defines all that it uses."""
     del number, names
@@ -301,7 +274,6 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/formats.md": formats,
     "docs/elastic.md": elastic,
     "docs/fully_parallel.md": fully_parallel,
-    "docs/how_it_works.md": how_it_works,
     "docs/hugging_face.md": hugging_face,
     "docs/incremental.md": incremental,
     "docs/looking.md": looking,
@@ -314,4 +286,5 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/torch_dcp.md": torch_dcp,
     "docs/torch_state.md": torch_state,
     "docs/trainers.md": trainers,
+    "docs/why.md": why,
 }

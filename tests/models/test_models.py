@@ -1,6 +1,6 @@
 """Both commit protocols, in every interleaving of a few processes that stop, die and go on.
 
-A model with a fault shows what each step is for; docs/design/013-models.md counts the states.
+A model with a fault shows what each step is for; docs/design/013-models.md lists them.
 """
 
 import uuid
