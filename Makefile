@@ -24,7 +24,7 @@ DEMO_READY := .venv/demo-ready
 DOCS_READY := .venv/docs-ready
 # Each in a folder of its own: what imports megatron.core elsewhere finds none.
 MEGATRON := .venv/megatron-core
-MEGATRON_VERSIONS := 0.15.3 0.16.1
+MEGATRON_VERSIONS := 0.15.3 0.16.1 0.19.2
 # A venv of its own on top of .venv: what these packages bring with them stays out of it.
 TRAINERS := .venv/trainers
 EMPTY :=
@@ -60,11 +60,12 @@ test: $(READY)
 test-all: $(READY)
 	$(BIN)/python -m pytest -q $(WORKERS) $(ARGS)
 
-# megatron-core names an older numpy than it needs, so what it depends on is .venv's.
+# megatron-core names an older numpy than it needs, so what it depends on is .venv's. Since 0.17 it names
+# Python 3.12, and works with 3.11.
 $(MEGATRON)/%: $(READY)
 	rm -rf $@
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $@ \
-	  megatron-core==$* $$(grep '^psutil==' constraints.txt)
+	  --ignore-requires-python megatron-core==$* $$(grep '^psutil==' constraints.txt)
 
 test-megatron: $(READY) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%)
 	MEGATRON_CORE=$(subst $(SPACE),:,$(MEGATRON_VERSIONS:%=$(MEGATRON)/%)) \

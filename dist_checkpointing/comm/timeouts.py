@@ -350,7 +350,9 @@ class Steps:
         them. The other ranks have until ``deadline`` to come. A CheckpointingException is the same
         on all ranks that are here.
         """
-        patience = _patience(self.timeout_seconds)
+        # So many seconds ranks that wait in a collective have to find out that it will not end.
+        longest = min(_LONGEST_PATIENCE_SECONDS, self.timeout_seconds / 60)
+        patience = max(_SHORTEST_PATIENCE_SECONDS, longest)
         failure = step.value.summary if isinstance(step.value, Failure) else None
         call = described(step.label, failure)
 
@@ -404,8 +406,3 @@ def forked_error(owner: int) -> CheckpointingException:
         "does alone.",
     )
     return CheckpointingException("a forked process is not a rank", [finding])
-
-
-def _patience(timeout_seconds: float) -> float:
-    """How many seconds ranks that wait in a collective have to find out that it will not end."""
-    return max(_SHORTEST_PATIENCE_SECONDS, min(_LONGEST_PATIENCE_SECONDS, timeout_seconds / 60))

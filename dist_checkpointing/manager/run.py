@@ -65,12 +65,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        places: Sequence[Place],
-        on_saved: Hooks,
-        comm: Comm,
-        *,
-        incremental: bool,
+        self, places: Sequence[Place], on_saved: Hooks, comm: Comm, *, incremental: bool
     ) -> None:
         self._places, self._comm = places, comm
         home: Any = places[-1]

@@ -135,12 +135,7 @@ class SaveFolder:
     durability: Durability
 
     def __init__(
-        self,
-        path: str | PathLike[str],
-        hooks: SaveHooks,
-        *,
-        overwrite: bool,
-        is_file: bool = False,
+        self, path: str | PathLike[str], hooks: SaveHooks, *, overwrite: bool, is_file: bool = False
     ) -> None:
         # Whoever writes may do so when the working directory is another one.
         self.path = self.data = folder = as_location(path).absolute()

@@ -110,6 +110,14 @@ def test_builds_are_the_same_bytes_also_without_git_and_links(
     assert built(unpacked, tmp_path / "again") == packages
 
 
+def dependencies() -> list[str]:
+    """What pyproject.toml says that the package needs."""
+    named: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
+    return named
+
+
 def required(requirements: list[str]) -> set[str]:
     """Names of the distributions that an empty environment has after an installation."""
     found, waiting = set[str](), [*map(Requirement, requirements)]
@@ -133,8 +141,7 @@ def test_the_wheel_needs_nothing_but_what_it_requires(
     (wheel,) = (content for name, content in packages.items() if name.endswith(".whl"))
     with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
         archive.extractall(tmp_path)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    kept = required(project["dependencies"]) | {"dist-checkpointing"}
+    kept = required(dependencies()) | {"dist-checkpointing"}
     homes = metadata.packages_distributions().items()
     hidden = [module for module, names in homes if not {*map(canonicalize_name, names)} & kept]
     assert {"pytest", "obstore", "safetensors"} <= {*hidden}
@@ -146,3 +153,15 @@ def test_the_wheel_needs_nothing_but_what_it_requires(
     ended = run_fresh("-c", program, cwd=tmp_path, environment={"PYTHONPATH": str(tmp_path)})
     assert ended.returncode == 0, ended.stderr
     assert "object stores   not installed" in ended.stdout
+
+
+def test_the_conda_recipe_is_of_this_version_and_needs_the_same() -> None:
+    recipe = (ROOT / "conda" / "meta.yaml").read_text()
+    assert f'"{dist_checkpointing.__version__}"' in recipe
+    conda_names = {"torch": "pytorch", "xxhash": "python-xxhash"}
+    needs = {
+        f"{conda_names.get(need.name, need.name)} {need.specifier}"
+        for need in map(Requirement, dependencies())
+    }
+    run = recipe.partition("  run:\n")[2].partition("\ntest:")[0]
+    assert {line.strip(" -") for line in run.splitlines()} == {"python >=3.11", *needs}

@@ -6,7 +6,7 @@ below PLACE are the checkpoints, of both roles.
 """
 
 import hashlib
-import importlib
+import importlib.util
 import itertools
 import json
 import sys
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -84,6 +85,12 @@ def without_cuda() -> None:
     OnTheCPU().__enter__()  # type: ignore[no-untyped-call]
     if not hasattr(np, "product"):  # Megatron 0.15 knows numpy 1
         vars(np)["product"] = np.prod
+    if importlib.util.find_spec("triton") is None:  # Megatron 0.18 imports it for its GPU kernels
+        importlib.import_module(
+            "torch._inductor.compile_fx"
+        )  # which would take it for the real one
+        triton = MagicMock(__version__="3.4")
+        sys.modules.update({"triton": triton, "triton.language": triton.language})
     optimizers = importlib.import_module("megatron.core.optimizer")
     vars(optimizers).update(Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False)
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")

@@ -268,9 +268,6 @@ class SimulatedLock:
     def release(self) -> None:
         self._depth = max(0, self._depth - 1)
 
-    def locked(self) -> bool:
-        return self._depth > 0
-
     def __enter__(self) -> bool:
         return self.acquire()
 
