@@ -149,8 +149,7 @@ class StateDictParts:
             for place, leaf in zip(of_kind.places, of_kind.leaves, strict=True)
             if first <= place < end and values[place] is MISSING
         ]
-        if findings:
-            raise StateMismatchError("a factory cannot be merged", findings)
+        StateMismatchError.raise_if(findings, "a factory cannot be merged")
 
     def nested(self, leaves: Mapping[Path, ShardedBase]) -> dict[Any, Any]:
         """Some of the sharded leaves, nested as in the state dict, for strategies that need a dict.

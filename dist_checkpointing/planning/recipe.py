@@ -392,9 +392,8 @@ def derive(
             for key in names
             if key in rest and not (key in tensors and names[key] == key)
         ]
-        if findings:
-            message = f"rule {number} of the recipe does not fit: {rule}"
-            raise StateMismatchError(message, findings)
+        message = f"rule {number} of the recipe does not fit: {rule}"
+        StateMismatchError.raise_if(findings, message)
         tensors = rest
         counts.append((rule, count))
     kept: frozenset[str] = frozenset()

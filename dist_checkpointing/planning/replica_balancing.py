@@ -299,5 +299,4 @@ def check_replicas_have_data(leaves: Sequence[ShardedBase]) -> None:
     remedy = "Give it its data, or leave this replica out of the state dict."
     tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     findings = [Finding(problem, own.key, remedy=remedy) for own in tensors if own.data is None]
-    if findings:
-        raise InvalidShardingError("there is nothing to save for some shards", findings)
+    InvalidShardingError.raise_if(findings, "there is nothing to save for some shards")

@@ -481,8 +481,7 @@ def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
             rows.append(_row(leaf, source))
         except InvalidShardingError as error:
             findings += error.findings
-    if findings:
-        raise InvalidShardingError("the sharded state dict is invalid", findings)
+    InvalidShardingError.raise_if(findings, "the sharded state dict is invalid")
     return table_of_rows(rank, rows)
 
 

@@ -203,8 +203,7 @@ def verify_restored(
                     len(others),
                     ", ".join(others[:10]) + (", ..." if len(others) > 10 else ""),
                 )
-        if findings:
-            raise CorruptCheckpointError("what was restored is not what was saved", findings)
+        CorruptCheckpointError.raise_if(findings, "what was restored is not what was saved")
 
 
 def _fingerprints(table: ShardTable, sums: Uint64s) -> dict[str, str]:

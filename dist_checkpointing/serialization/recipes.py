@@ -297,8 +297,7 @@ def changed_state(recipe: Recipe, state_dict: Mapping[Any, Any], comm: Comm) -> 
             for key, tensor in made.tensors.items()
             if any(piece.quantization for piece in tensor.pieces)
         ]
-        if findings:
-            raise StateMismatchError("the recipe is for loads and conversions", findings)
+        StateMismatchError.raise_if(findings, "the recipe is for loads and conversions")
         leaves: list[ShardedBase] = [*_tensors(made, parts.tensors.values(), comm.rank)]
         new_names = defaultdict[str, list[str]](list)
         for new, old in made.objects.items():
@@ -320,8 +319,7 @@ def _index_of(of_ranks: Iterable[Shapes]) -> Index:
                 findings.append(
                     Finding("other ranks have another tensor", key, first, own, (rank,))
                 )
-    if findings:
-        raise InvalidShardingError("the recipe cannot be applied", findings)
+    InvalidShardingError.raise_if(findings, "the recipe cannot be applied")
     return Index.of(StoredTensor.undivided(key, dtype, s) for key, (s, dtype) in found.items())
 
 

@@ -191,9 +191,8 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         files = dict(zip(leaves, _object_files(leaves.values(), root), strict=True))
         missing = [leaves[path] for path, file in files.items() if file is None]
         findings = list(_missing(missing, root)) if missing else []
-        if findings:
-            message = "Object shard not found" if len(findings) == 1 else "Object shards not found"
-            raise StateMismatchError(message, findings)
+        message = "Object shard not found" if len(findings) == 1 else "Object shards not found"
+        StateMismatchError.raise_if(findings, message)
         values = {path: _load(file, trusted=self.trusted) for path, file in files.items() if file}
         result: StateDict = unflatten(skeleton, values)
         return result

@@ -208,8 +208,7 @@ class DeepSpeedFiles(TensorFiles):
             if wrong and not findings:
                 expected, numbers = f"files of ranks 0 to {max(ranks)}", tuple(sorted(wrong))
                 findings.append(Finding(problem, None, expected, None, numbers, path, remedy))
-        if findings:
-            raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
+        CorruptCheckpointError.raise_if(findings, "the files of the ranks do not fit together")
         return [*shares.values()]
 
     def _universal(
@@ -305,8 +304,7 @@ class DeepSpeedFiles(TensorFiles):
                 problem = "parts of it are missing"
                 findings.append(Finding(problem, key, shape, path=str(self.path)))
             rows.append((key, dtype, shape))
-        if findings:
-            raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
+        CorruptCheckpointError.raise_if(findings, "the files of the ranks do not fit together")
         return [(key, tensor_memory.from_torch(dtype), shape) for key, dtype, shape in rows]
 
     def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:

@@ -170,8 +170,7 @@ def open_base(reader: StorageReader, table: ShardTable) -> BaseParts | None:
         return None
     describing = [name for name in reader.describing_names(used) if name in seal.files]
     findings = check_files(seal, folder, [*describing, *tables, *map(upper_name, tables)])
-    if findings:
-        raise CorruptCheckpointError("the base is damaged", findings)
+    CorruptCheckpointError.raise_if(findings, "the base is damaged")
     index = reader.read_metadata()
     same_dtype = _has_same_dtype(table, index)
     same_box = np.zeros(len(table), dtype=np.bool_)

@@ -381,11 +381,9 @@ def check_plain(
         else:
             problem = f"a {name} is not plain data, and load would refuse it{entry.where}"
             refused.append(Finding(problem, entry.key, found=text, remedy=_REMEDY))
-    if invalid:
-        raise InvalidShardingError("values of the state dict cannot be saved", invalid)
-    if refused:
-        message = "values of the state dict could be saved, but load would refuse them"
-        raise UnsupportedFormatError(message, refused)
+    InvalidShardingError.raise_if(invalid, "values of the state dict cannot be saved")
+    message = "values of the state dict could be saved, but load would refuse them"
+    UnsupportedFormatError.raise_if(refused, message)
 
 
 def _name(value: object) -> str:

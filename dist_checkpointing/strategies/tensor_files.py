@@ -108,8 +108,7 @@ class TensorFiles(ABC):
             for file, state in zip(self.paths, self._states, strict=True)
             if _state(file) != state
         ]
-        if findings:
-            raise CorruptCheckpointError("a file changed while it was read", findings)
+        CorruptCheckpointError.raise_if(findings, "a file changed while it was read")
 
 
 def extents(cells: Iterable[Ints]) -> Ints:

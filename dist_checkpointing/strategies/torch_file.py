@@ -195,9 +195,9 @@ class TorchFileSaveShardedStrategy(PlannedSaveStrategy):
     ) -> SaveCommonStrategy:
         assert isinstance(writer, TorchFileWriter)
         writer.common = loadable(common_state_dict)
-        if lost := common_state_dict.keys() - writer.common.keys():
-            findings = [Finding("torch.load would refuse it", str(name)) for name in sorted(lost)]
-            raise UnsupportedFormatError("this cannot be kept in a file of torch.save", findings)
+        lost = sorted(common_state_dict.keys() - writer.common.keys())
+        findings = [Finding("torch.load would refuse it", str(name)) for name in lost]
+        UnsupportedFormatError.raise_if(findings, "this cannot be kept in a file of torch.save")
         return NoCommonFiles(BACKEND, 1)
 
 

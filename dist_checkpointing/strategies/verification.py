@@ -62,6 +62,7 @@ from dist_checkpointing.threads import in_threads, paused_collector
 logger: logging.Logger = logging.getLogger(__name__)
 FLIPPED: Final = "checksum differs: bits were flipped after it was saved"
 _ALIGNMENT_BYTES: Final = 64
+_OTHER: Final = "stored data is not what was saved"
 _BLOCK_ROWS: Final = 1024
 
 _MOST_ELEMENTS: Final = 2.0**40
@@ -263,8 +264,7 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
         for part, found in digests
         if found != part.digest
     ]
-    if findings:
-        raise CheckpointingException("what was loaded is not what is stored", findings)
+    CheckpointingException.raise_if(findings, "what was loaded is not what is stored")
 
 
 def _blocks(values: torch.Tensor) -> Iterator[Array]:
@@ -358,7 +358,7 @@ class Verifier:
                     cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
                     known = [cell for table in tables for cell in table.objects()]
                     findings += damage_of_objects(cells, known, reader)
-                _require_none(findings)
+                CorruptCheckpointError.raise_if(findings, _OTHER)
         return filled
 
     def _tables(
@@ -383,7 +383,8 @@ class Verifier:
             if keys or has_objects:
                 names += opened.reader.describing_names(keys)
             asked = seal.tables_with([*keys, *(leaf.key for leaf in objects)])
-            _require_none(check_config(seal, folder) + check_files(seal, folder, [*names, *asked]))
+            findings = check_config(seal, folder) + check_files(seal, folder, [*names, *asked])
+            CorruptCheckpointError.raise_if(findings, _OTHER)
             tables = read_tables(folder, asked)
         has_parts = any((part.is_object == 0).any() for part in tables)
         if not has_parts and any(0 not in index[k].global_shape for k in keys if k in index):
@@ -394,11 +395,6 @@ class Verifier:
             )
             raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
         return tables
-
-
-def _require_none(findings: Sequence[Finding]) -> None:
-    if findings:
-        raise CorruptCheckpointError("stored data is not what was saved", findings)
 
 
 def _looked_up(

@@ -174,8 +174,7 @@ def handle_strictly(
             ]
             unasked = "in the checkpoint, but asked for by no rank"
             findings += [Finding(unasked, key) for key in sorted(missing)]
-            if findings:
-                raise StateMismatchError(mismatch_text(missing, unexpected), findings)
+            StateMismatchError.raise_if(findings, mismatch_text(missing, unexpected))
     if flag in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
         logger.warning("%s", mismatch_text(missing, unexpected))
     return set() if flag is StrictHandling.IGNORE_ALL else missing, unexpected
@@ -245,12 +244,9 @@ def compare(
             remedy = "Load it by load({}, path); wrap the state dict when you save it again."
         findings.append(Finding(problem, key, remedy=remedy))
     findings += misfits
-    if findings:
-        message = (
-            "the template does not fit the checkpoint "
-            "(expected: by the template; found: in the checkpoint)"
-        )
-        raise StateMismatchError(message, findings)
+    message = "the template does not fit the checkpoint"
+    sides = "(expected: by the template; found: in the checkpoint)"
+    StateMismatchError.raise_if(findings, f"{message} {sides}")
     return False
 
 
@@ -414,8 +410,7 @@ def fill_staged(staged: Sequence[StagedTensor]) -> None:
         for row in sharing_memory(given, *spans.T)
         if not staged[row].is_kept
     ]
-    if findings:
-        raise StateMismatchError("tensors of the template share memory", findings)
+    StateMismatchError.raise_if(findings, "tensors of the template share memory")
 
 
 def _is_there(tree: Any, path: ValuePath) -> bool:

@@ -241,8 +241,7 @@ class DCPReader(dcp_storage.StorageReader):
             for name, count in counts.items()
             if count > 1
         ]
-        if findings:
-            raise UnsupportedFormatError("in DCP, a name belongs to one value", findings)
+        UnsupportedFormatError.raise_if(findings, "in DCP, a name belongs to one value")
         described: dict[str, Any] = {key: _described(self._index, key) for key in self._index}
         in_bytes = dcp_metadata.BytesStorageMetadata()
         described |= dict.fromkeys([*self._values, *self._objects], in_bytes)

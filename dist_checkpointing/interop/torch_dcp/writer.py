@@ -145,9 +145,8 @@ def check_complete(
             findings.append(
                 Finding("another shape was written", name, expected, found, remedy=remedy)
             )
-    if findings:
-        message = "DCP's cached plans are not those of this state dict"
-        raise CheckpointingException(message, findings)
+    message = "DCP's cached plans are not those of this state dict"
+    CheckpointingException.raise_if(findings, message)
 
 
 class DCPWriter(dcp_storage.StorageWriter):

@@ -105,8 +105,7 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
             for path, leaf in leaves.items()
             if isinstance(leaf, torch.Tensor)
         ]
-        if findings:
-            raise UnsupportedFormatError("the state cannot be saved as safetensors", findings)
+        UnsupportedFormatError.raise_if(findings, "the state cannot be saved as safetensors")
         writer.extra_files = {**model_files_of(common_state_dict), **self.extra_files}
         writer.texts = texts_of(common_state_dict)
         return SafetensorsCommonSaveStrategy(BACKEND, 1)
@@ -118,8 +117,7 @@ class SafetensorsCommonSaveStrategy(SaveCommonStrategy):
     def created_names(self, object_keys: Iterable[str]) -> Iterable[str]:
         problem = "the format holds tensors only"
         findings = [Finding(problem, key, remedy=TENSORS_ONLY) for key in object_keys]
-        if findings:
-            raise UnsupportedFormatError("the state cannot be saved as safetensors", findings)
+        UnsupportedFormatError.raise_if(findings, "the state cannot be saved as safetensors")
         return []
 
     def save_common(
@@ -181,6 +179,5 @@ class SafetensorsCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
             Finding("not in the checkpoint", leaf.unique_key, path=str(checkpoint_dir))
             for leaf in leaves.values()
         ]
-        if findings:
-            raise StateMismatchError("safetensors files hold tensors only", findings)
+        StateMismatchError.raise_if(findings, "safetensors files hold tensors only")
         return sharded_objects_state_dict

@@ -68,8 +68,7 @@ class SafetensorsReader(StorageReader):
             for key, name in model.weight_map.items()
             if files.get(key) != name
         ]
-        if findings:
-            raise CorruptCheckpointError("the files do not fit together", findings)
+        CorruptCheckpointError.raise_if(findings, "the files do not fit together")
         return headers
 
     def _header(self, name: str) -> tuple[dict[str, str], dict[str, StoredValue]]:

@@ -105,8 +105,7 @@ class SafetensorsWriter(StorageWriter):
             for name in self.extra_files
             if not is_model_file(name)
         ]
-        if findings:
-            raise UnsupportedFormatError("the state cannot be saved as safetensors", findings)
+        UnsupportedFormatError.raise_if(findings, "the state cannot be saved as safetensors")
 
     def _rows(self, index: Index) -> list[TensorRow]:
         """The tensors as they are stored."""

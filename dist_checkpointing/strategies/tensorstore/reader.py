@@ -196,8 +196,7 @@ class TensorStoreReader(StorageReader):
             expected, stored = f"{sizes[row]} bytes", int(length[row])
             problem = "a chunk has the wrong size"
             findings.append(Finding(problem, key, expected=expected, found=stored, path=path))
-        if findings:
-            raise CorruptCheckpointError("the checkpoint is damaged", findings)
+        CorruptCheckpointError.raise_if(findings, "the checkpoint is damaged")
 
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
         objects, is_object = self._index.objects, [c.fqn in self._index.objects for c in chunks]

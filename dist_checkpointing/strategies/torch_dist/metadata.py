@@ -394,8 +394,7 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
         for key, tensor in metadata.tensors.items()
         if tensor.dtype not in known
     ]
-    if unknown:
-        raise UnsupportedFormatError("the checkpoint holds dtypes we cannot read", unknown)
+    UnsupportedFormatError.raise_if(unknown, "the checkpoint holds dtypes we cannot read")
     tensors: list[StoredTensor] = []
     rows: list[Place] = []
     first_row: dict[str, int] = {}
@@ -430,8 +429,7 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
         lost = [name for name in names if (name, None) not in places]
         findings += [Finding("an object is stored nowhere", name, path=path) for name in lost]
         rows += [places[name, None] for name in names if not lost]
-    if findings:
-        raise CorruptCheckpointError("the metadata of the checkpoint contradicts itself", findings)
+    CorruptCheckpointError.raise_if(findings, "the metadata of the checkpoint contradicts itself")
     files: dict[str, int] = {}
     table = [(files.setdefault(row.file, len(files)), *row[1:]) for row in rows]
     plain = Index.of(tensors, objects)

@@ -439,8 +439,7 @@ class TorchDistReader(StorageReader):
             Finding("its file is missing", key, path=str(self.checkpoint_dir / file))
             for file, key in sorted({(files[numbers[row]], table.key(row)) for row in lost})
         ]
-        if findings:
-            raise CorruptCheckpointError("the checkpoint is damaged", findings)
+        CorruptCheckpointError.raise_if(findings, "the checkpoint is damaged")
 
 
 def _ending_at_the_edge(table: ReadTable, index: Index) -> ReadTable:

@@ -86,8 +86,7 @@ class ZarrV2Reader(ZarrFolderReader):
         found = location.folders_with(root, _ZARRAY, ".sync")
         keys = [k for k in found if k not in going and is_known(f"{k}/{_ZARRAY}")]
         parsed = in_threads(described, keys, self.files.limits.run_threads)
-        if damaged:
-            raise CorruptCheckpointError("arrays have no readable metadata", damaged)
+        CorruptCheckpointError.raise_if(damaged, "arrays have no readable metadata")
         return Index.of(sorted(filter(None, parsed), key=lambda tensor: tensor.key))
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
@@ -141,8 +140,7 @@ def _check_nested_keys(index: Index) -> None:
                         remedy="Rename one of the two keys.",
                     )
                 )
-    if findings:
-        raise InvalidShardingError("two keys want the same file", findings)
+    InvalidShardingError.raise_if(findings, "two keys want the same file")
 
 
 def _described_by(folder: Location, key: str) -> StoredTensor:
@@ -159,8 +157,7 @@ def _described_by(folder: Location, key: str) -> StoredTensor:
         for name, (expected, *others) in _REQUIRED.items()
         if (found := content.get(name)) not in (expected, *others)
     ]
-    if findings:
-        raise UnsupportedFormatError("an array is stored in a way Megatron never does", findings)
+    UnsupportedFormatError.raise_if(findings, "an array is stored in a way Megatron never does")
     dtype = tensor_memory.from_zarr_v2(dtype_name, key, str(path))
     return StoredTensor(key, dtype, shape, chunks)
 

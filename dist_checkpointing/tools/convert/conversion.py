@@ -288,9 +288,8 @@ class Target:
             for key, text in expected.items()
             if found.get(key) != text
         ]
-        if findings:
-            problem = "what was written has other fingerprints than the source"
-            raise CorruptCheckpointError(problem, findings)
+        problem = "what was written has other fingerprints than the source"
+        CorruptCheckpointError.raise_if(findings, problem)
         return len(expected)
 
     def _require_place(self) -> None:

@@ -63,8 +63,7 @@ class Source:
             for key, tensor in self.made.tensors.items()
             if any(p.key is None and p.fill == "template" for p in tensor.pieces)
         ]
-        if findings:
-            raise StateMismatchError("the recipe needs a template", findings)
+        StateMismatchError.raise_if(findings, "the recipe needs a template")
         self.index: Index = self.made.index
         self.objects: Mapping[str, ObjectHandle] = {
             new: opened.objects[old] for new, old in self.made.objects.items()
@@ -205,5 +204,4 @@ class PartChecks:
 
 
 def _refuse(findings: Sequence[Finding], message: str = "the source is not what was saved") -> None:
-    if findings:
-        raise CorruptCheckpointError(message, findings)
+    CorruptCheckpointError.raise_if(findings, message)
