@@ -251,8 +251,7 @@ class ObjectHandle(Mapping[Ints, Any]):
         if index not in self:
             raise KeyError(f"{self.key!r} has no cell {index} in its grid {self.shape}")
         opened = self._checkpoint
-        read = opened.reads.object_cell
-        return opened.reading(read, opened.index, self.key, self.shape, index)
+        return opened.reading(opened.reads.object_cell, opened.index, self.key, self.shape, index)
 
     def __contains__(self, cell: object) -> bool:
         if not isinstance(cell, tuple) or len(cell) != len(self.shape):

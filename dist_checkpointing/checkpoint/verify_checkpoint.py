@@ -117,8 +117,7 @@ class Notes(Examination):
             return
         if seal.is_open:
             problem = "a removal is running or was interrupted: files are not compared"
-            remedy = "Remove them once more."
-            self.remarks.append(Finding(problem, path=str(folder), remedy=remedy))
+            self.remarks.append(Finding(problem, path=str(folder), remedy="Remove them once more."))
             return
         findings = check_files(seal, folder, sorted(seal.files)[rank::world_size])
         if rank == 0:

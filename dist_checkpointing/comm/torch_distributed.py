@@ -345,8 +345,7 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
     comm = _comms.get(world)
     if comm is None:
         seconds = default_timeout_seconds(world) if timeout_seconds is None else timeout_seconds
-        group = _group_of_all(seconds)
-        comm = _comms[world] = TorchComm(group, seconds)
+        comm = _comms[world] = TorchComm(_group_of_all(seconds), seconds)
     elif timeout_seconds is not None:
         comm.timeout_seconds = timeout_seconds
     return comm
@@ -414,8 +413,7 @@ def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
         everybody.timeout_seconds if isinstance(everybody, TorchComm) else default_timeout_seconds()
     )
     for ranks in wanted:
-        timeout = timedelta(seconds=seconds)
-        made = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        made = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend="gloo")
         if ranks == mine:
             _beside[group] = made
     if group is None:

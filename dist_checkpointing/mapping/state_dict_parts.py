@@ -83,8 +83,7 @@ class StateDictParts:
             leaves, built, factories = _build_factories(given, structure)
         common: Any = MISSING
         if not all(issubclass(kind, _SPECIAL) for kind in types):
-            plain = (MISSING if _is_special(leaf) else leaf for leaf in given)
-            common = part_of(structure, plain)
+            common = part_of(structure, (MISSING if _is_special(leaf) else leaf for leaf in given))
         types = set(map(type, leaves)) if factories else types
         for kind in types:
             if issubclass(kind, ShardedBase) and not issubclass(kind, _SAVED):

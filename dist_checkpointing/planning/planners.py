@@ -576,5 +576,4 @@ class _OwnMemory(Destinations):
         return np.where(fits, own.addresses[rows] + starts * sizes, -1)
 
     def apply_bytes(self, row: int, value: object) -> None:
-        leaf: Any = self._wanted.rows[int(self._sources[row])]
-        leaf.data = value
+        self._wanted.rows[int(self._sources[row])].data = value

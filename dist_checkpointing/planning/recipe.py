@@ -392,8 +392,7 @@ def derive(
             for key in names
             if key in rest and not (key in tensors and names[key] == key)
         ]
-        message = f"rule {number} of the recipe does not fit: {rule}"
-        StateMismatchError.raise_if(findings, message)
+        StateMismatchError.raise_if(findings, f"rule {number} of the recipe does not fit: {rule}")
         tensors = rest
         counts.append((rule, count))
     kept: frozenset[str] = frozenset()

@@ -263,8 +263,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
             cut, parts = cut.take(order), parts[order]
             loads = np.zeros(num_ranks, dtype=np.int64)
             np.add.at(loads, fixed.ranks, fixed.num_bytes)
-            own_sets = sets.of_part[parts]
-            writers = share_out(sets.ranks, sets.starts, own_sets, cut.num_bytes, loads)
+            writers = share_out(sets.ranks, sets.starts, sets.of_part[parts], cut.num_bytes, loads)
             rows = rows_of_ranks(catalog, shared, parts, writers)
             main, sources = catalog.main[rows], catalog.sources[rows]
             cut = replace(cut, ranks=writers, sources=sources, main=main, holders=None)

@@ -122,8 +122,7 @@ class SavePlanning:
         if self._cache is not None and self.planner.settings is not None:
             rows = plan_inputs(itertools.chain(self._leaves.values(), self._others))
             settings = (type(self.planner), self.planner.settings, self._layout)
-            ranks = (self._rank, self._world_size)
-            self._inputs = (*settings, *ranks, len(self._leaves), *rows)
+            self._inputs = (*settings, self._rank, self._world_size, len(self._leaves), *rows)
             number = self._cache.hash_if_cached(self._inputs)
             if number is not None:
                 return {}, RankFacts(self.destination, plan_number=number)

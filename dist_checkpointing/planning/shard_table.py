@@ -567,8 +567,7 @@ class PackedTable:
         return steps
 
     def unpacked(self) -> ShardTable:
-        columns = {name: _unpacked([self], name) for name in COLUMNS}
-        return ShardTable(self.names, **columns)
+        return ShardTable(self.names, **{name: _unpacked([self], name) for name in COLUMNS})
 
 
 @lru_cache(maxsize=64)

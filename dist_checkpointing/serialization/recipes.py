@@ -360,7 +360,6 @@ def _renamed(leaf: ShardedTensor, key: str, tensor: DerivedTensor) -> ShardedTen
 
 
 def _part(key: str, tensor: DerivedTensor, box: Box, values: torch.Tensor | None) -> ShardedTensor:
-    whole = StoredTensor.undivided(key, tensor.dtype, tensor.shape)
-    part = ShardedTensor.of_box(whole, box)
+    part = ShardedTensor.of_box(StoredTensor.undivided(key, tensor.dtype, tensor.shape), box)
     part.data, part.cast_by = values, "planner"
     return part

@@ -495,8 +495,7 @@ class SaveJob:
 
     def _save_number(self) -> int:
         # Ranks could mix up two saves that they finish later.
-        text = f"{self.folder.claimed.attempt} {self.step}"
-        return xxhash.xxh3_64_intdigest(text.encode()) >> 2
+        return xxhash.xxh3_64_intdigest(f"{self.folder.claimed.attempt} {self.step}".encode()) >> 2
 
     def _gather(self, write: Callable[[], driver.Written], comm: Comm) -> None:
         """Learn what all ranks have written. Collective."""
@@ -513,8 +512,7 @@ class SaveJob:
             self._write_common_first(comm)
             with comm.agreed(_WRITING):
                 request = self.strategy.request(self.folder.data)
-            written = driver.Written(save=self._save_number())
-            self._outcome = Outcome(_WRITING, written)
+            self._outcome = Outcome(_WRITING, driver.Written(save=self._save_number()))
             request.add_finalize_fn(lambda: self.finish(comm))
             return request
         with comm.agreed("copying the state"):

@@ -301,8 +301,7 @@ class DeepSpeedFiles(TensorFiles):
                 elif part.dtype is not dtype:
                     findings.append(Finding("two dtypes", key, dtype, part.dtype, path=path))
             if begins[-1] != math.prod(shape):
-                problem = "parts of it are missing"
-                findings.append(Finding(problem, key, shape, path=str(self.path)))
+                findings.append(Finding("parts of it are missing", key, shape, path=str(self.path)))
             rows.append((key, dtype, shape))
         CorruptCheckpointError.raise_if(findings, "the files of the ranks do not fit together")
         return [(key, tensor_memory.from_torch(dtype), shape) for key, dtype, shape in rows]

@@ -281,8 +281,7 @@ class Candidates(Columns):
     extents: Int64s
 
     def bytes_in_files(self) -> Int64s:
-        sums = np.bincount(self.extents[:, 0], self.extents[:, 2], len(self.files))
-        return sums.astype(np.int64)
+        return np.bincount(self.extents[:, 0], self.extents[:, 2], len(self.files)).astype(np.int64)
 
 
 def share_parts(

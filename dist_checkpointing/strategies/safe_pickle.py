@@ -162,8 +162,7 @@ def serialize(value: object, what: str) -> bytes:
         names, _ = check_torch_file(content)
         refused = _refused_globals(buffer) if names else []
     except ValueError as error:
-        reason = f"a value that every load refuses ({error})"
-        refused = [*_refused_globals(buffer), reason]
+        refused = [*_refused_globals(buffer), f"a value that every load refuses ({error})"]
     hidden = [name for name in refused if name.startswith("dist_checkpointing.mapping")]
     if hidden:
         problem, found = f"a sharded leaf is inside an object of {what}", ", ".join(hidden)

@@ -276,8 +276,7 @@ class OpenedCheckpoint:
                 return {}, {}
             return replaced(objects, [leaf.without_data() for leaf in objects.values()]), {}
         with self.comm.agreed("reading the sharded objects"):
-            nested = parts.nested(objects)
-            values = self.strategies.common.load_sharded_objects(nested, self.folder)
+            values = self.strategies.common.load_sharded_objects(parts.nested(objects), self.folder)
             return {}, {path: value_at(values, path) for path in objects}
 
     def read(

@@ -93,8 +93,7 @@ class TorchFile(TensorFiles):
             finding = Finding("expected a dict", found=type(content).__name__, path=str(file))
             raise CheckpointingException("not a file of tensors", [finding])
         content = dict(content)
-        is_common = isinstance(content.get(COMMON_KEY), dict)
-        common = content.pop(COMMON_KEY) if is_common else {}
+        common = content.pop(COMMON_KEY) if isinstance(content.get(COMMON_KEY), dict) else {}
         cells = content.pop(OBJECTS_KEY) if _are_objects(content.get(OBJECTS_KEY)) else {}
         tensors: dict[str, torch.Tensor] = {}
         for path, leaf in flatten(content)[0].items():

@@ -424,8 +424,7 @@ def parts_of(
     parts: dict[str, list[StoredPart]] = {key: [] for key in keys}
     for part in (part for table in tables for part in table.parts(parts)):
         parts[part.key].append(part)
-    findings = [f for key, known in parts.items() for f in not_covered(index[key], known)]
-    return parts, findings
+    return parts, [f for key, known in parts.items() for f in not_covered(index[key], known)]
 
 
 def not_covered(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Finding]:

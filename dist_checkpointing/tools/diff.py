@@ -44,7 +44,6 @@ from dist_checkpointing.tools.torchrun import ranks
 from dist_checkpointing.tools.values import Array, budget_of
 
 _SMALL_NORM = 1e-12
-_EXIT_DIFFERENT = 1
 _MAX_LISTED = 50
 _HEADERS = ("KEY", "MOVED BY", "DIFFERING", "MAX ABS", "MAX REL", "FIRST AT", "VALUES")
 _NARROW = 106
@@ -124,7 +123,7 @@ def diff(
         _add_differences(report, a, b, found, with_counters=pattern is not None)
     if not quiet:
         report.paragraph(_verdict(found), "green" if found.is_same else "red")
-    report.finish(document, as_json=as_json, code=0 if found.is_same else _EXIT_DIFFERENT)
+    report.finish(document, as_json=as_json, code=int(not found.is_same))
 
 
 # The comparison.

@@ -44,6 +44,7 @@ from dist_checkpointing.tools.opening import (
     open_named,
 )
 from dist_checkpointing.tools.report import (
+    EXIT_INTERRUPTED,
     AsJson,
     Report,
     fail,
@@ -69,9 +70,6 @@ _MAX_LEVELS = 100
 _THREADS = 16
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _POLL_SECONDS = 0.5
-_EXIT_NO_MATCH = 1
-_EXIT_NOT_SAVED = 1
-_EXIT_INTERRUPTED = 130
 
 
 def ls(
@@ -157,7 +155,7 @@ def ls(
         near = hint(pattern, opened)
         more = "" if everything else "; --all looks at objects and common state too"
         fail(f"no key of {opened.path} matches {pattern!r}: {WHOLE_KEY}{near or more}")
-        raise Exit(_EXIT_NO_MATCH)
+        raise Exit(1)
 
 
 # The list of the tensors.
@@ -328,8 +326,7 @@ def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[
             continue
         if entry is not None:
             # It is a tensor itself, and also a prefix of other keys.
-            itself = Branch(".", entry=entry)
-            child = Branch(child.name, below={".": itself, **child.below})
+            child = Branch(child.name, below={".": Branch(".", entry=entry), **child.below})
         longer = f"{indent}{'    ' if position == last else '│   '}"
         yield from _branches(child, longer, None if depth is None else depth - 1)
 
@@ -446,9 +443,9 @@ def follow_saves(path: Location, *, as_json: bool) -> int:
         elif not location.is_folder(path) or holder_at(path) is None or is_committed(path):
             with explaining(path):
                 read_config(path)  # raises if there is neither a checkpoint nor a save
-        return 0 if _follow_save(path.name, path, None, as_json=as_json) else _EXIT_NOT_SAVED
+        return int(not _follow_save(path.name, path, None, as_json=as_json))
     except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
 
 
 def _follow_run(root: Location, *, as_json: bool) -> None:
@@ -475,8 +472,7 @@ def _follow_save(name: str, folder: Location, expected_bytes: int | None, *, as_
     holder = None if is_committed(folder) else holder_at(folder)
     if holder is not None and not as_json:
         about = "" if expected_bytes is None else f", about {bytes_text(expected_bytes)}"
-        text = f"{name}: being saved by process {holder.pid} on {holder.host}{about}"
-        Report(text, None).print()
+        Report(f"{name}: being saved by process {holder.pid} on {holder.host}{about}", None).print()
     done = 0
     with progress_bar(one_line(name), expected_bytes) as bar:
         while not is_committed(folder) and holder_at(folder) is not None:

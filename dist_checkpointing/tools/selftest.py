@@ -74,7 +74,8 @@ def _facts(folder: Path) -> Iterator[tuple[str, str]]:
     yield "process groups", ", ".join(n for n, is_there in known.items() if is_there()) or "none"
     yield "file system", f"{file_system_type(folder) or 'unknown'}, {_lock_of(folder)}"
     extras = {"object stores": "obstore", "YAML recipes": "yaml", "safetensors": "safetensors"}
-    yield from ((name, _version_of(module)) for name, module in extras.items())
+    for name, module in extras.items():
+        yield name, "installed" if importlib.util.find_spec(module) else "not installed"
 
 
 def _lock_of(folder: Path) -> str:
@@ -84,10 +85,6 @@ def _lock_of(folder: Path) -> str:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return "flock works"
     return "no flock: saves lock by a file that they create"
-
-
-def _version_of(module: str) -> str:
-    return "installed" if importlib.util.find_spec(module) else "not installed"
 
 
 def _steps(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -390,8 +390,7 @@ def set_apart(
     for row in sharing_memory(tensors, *spans):
         if row < len(wanted) and not keeps_values(leaf := wanted.tensors[row]):
             assert leaf.data is not None
-            value = leaf.data.detach().to("cpu", copy=True)
-            apart[row] = StagedTensor(leaf.key, leaf.data, value)
+            apart[row] = StagedTensor(leaf.key, leaf.data, leaf.data.detach().to("cpu", copy=True))
     return apart
 
 
@@ -433,8 +432,7 @@ def require_same_save(is_same: bool, checkpoint_dir: str | PathLike[str]) -> Non
         path=str(checkpoint_dir),
         remedy="What was read may be of both: load again, and save each step into a new folder.",
     )
-    message = "the checkpoint was overwritten while it was read"
-    raise CorruptCheckpointError(message, [finding])
+    raise CorruptCheckpointError("the checkpoint was overwritten while it was read", [finding])
 
 
 def check_access(parts: StateDictParts, comm: Comm) -> None:
@@ -444,8 +442,7 @@ def check_access(parts: StateDictParts, comm: Comm) -> None:
         comm, "describing the template", lambda: ({"tensors": describe(leaves, comm.rank)}, None)
     )
     with comm.agreed("checking the template"):
-        catalog = exchanged.catalog("tensors")
-        check_coverage(catalog)
+        check_coverage(exchanged.catalog("tensors"))
 
 
 def first_names(keys: Iterable[str]) -> tuple[str, ...] | None:

@@ -118,8 +118,7 @@ class SafetensorsWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
         table, index, data_of = plan.table, plan.index, planner.data_of(plan)
         assert index is not None
-        room = _TEXT_BYTES if self.world_size > 1 else 0
-        files = self._files(index, self.texts, room)
+        files = self._files(index, self.texts, _TEXT_BYTES if self.world_size > 1 else 0)
         file_of = {key: number for number, file in enumerate(files) for key in file.starts}
         numbers = [file_of.get(name, -1) for name in table.names]
         written = {*map(numbers.__getitem__, table.keys.tolist())}
@@ -169,8 +168,7 @@ class SafetensorsWriter(StorageWriter):
             os.posix_fallocate(descriptor, 0, file.num_bytes)
         if self.rank == 0:
             header = np.frombuffer(file.header, np.uint8)
-            whole = Window(0, header.shape, Box.whole(header.shape))
-            write_window(descriptor, 0, whole, header)
+            write_window(descriptor, 0, Window(0, header.shape, Box.whole(header.shape)), header)
         return descriptor
 
     def finish(

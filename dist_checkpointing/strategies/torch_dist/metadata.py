@@ -150,8 +150,7 @@ def read_dcp_metadata(folder: Location) -> DcpMetadata:
         if not unpickler.foreign:
             if isinstance(error, CheckpointingException):
                 raise
-            is_bad = isinstance(error, BadPickle)
-            what = "refused to unpickle" if is_bad else type(error).__name__
+            what = "refused to unpickle" if isinstance(error, BadPickle) else type(error).__name__
             raise _corrupt(f"{what}: {error}", str(path)) from error
     if unpickler.foreign:
         finding = Finding(
@@ -448,8 +447,7 @@ def dcp_tensor(stored: StoredTensor, chunks: Iterable[Chunk]) -> DcpTensor:
     if box_shape is None:
         return DcpTensor(stored.dtype.torch, shape, tuple(chunks))
     counts = tuple(whole // own for whole, own in zip(shape, box_shape, strict=True))
-    size = (*counts, math.prod(box_shape))
-    return DcpTensor(stored.dtype.torch, size, tuple(chunks), shape)
+    return DcpTensor(stored.dtype.torch, (*counts, math.prod(box_shape)), tuple(chunks), shape)
 
 
 def _stored(key: str, tensor: DcpTensor) -> tuple[StoredTensor, list[Ints]]:

@@ -127,8 +127,7 @@ def _describe(content: bytes) -> StoredLayout | None:
         ((_, cls, name, _, size),) = (pid.items or () for pid in storages)
         _, offset, shape, stride, _, _, *dtypes = made.items
         shape, stride = tuple(shape.items), tuple(stride.items)
-        numbers = (offset, size, *shape, *stride)
-        plain = all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+        plain = all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, size, *shape, *stride))
         if not plain or type(name) is not str or len(shape) != len(stride):
             raise BadRecord("its description is damaged")
         stored = _STORAGE_DTYPES.get(cls.name)

@@ -62,6 +62,7 @@ from dist_checkpointing.threads import in_threads
 _ZARRAY = ".zarray"
 _CHUNK_NAME = re.compile(r"\d+(\.\d+)*")
 _MAX_ZARRAY_BYTES = 1 << 20
+_RENAME = "Rename one of the two keys."
 
 
 class ZarrV2Reader(ZarrFolderReader):
@@ -103,7 +104,13 @@ class ZarrV2Writer(ZarrFolderWriter):
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         for key in index:
             check_raw_key(key)
-        _check_nested_keys(index)
+        findings = [
+            Finding(f"its folder would be a chunk file of {key[:end]!r}", key, remedy=_RENAME)
+            for key in index
+            for end in (place for place, char in enumerate(key) if char == "/")
+            if key[:end] in index and _CHUNK_NAME.fullmatch(key[end + 1 :].partition("/")[0])
+        ]
+        InvalidShardingError.raise_if(findings, "two keys want the same file")
         return [CHECKSUMS_NAME, *index]
 
     def describe(self, index: Index, rows: slice) -> Iterable[FileContent]:
@@ -125,24 +132,6 @@ class ZarrV2Writer(ZarrFolderWriter):
         """Nothing to add: each array describes itself."""
 
 
-def _check_nested_keys(index: Index) -> None:
-    """Refuse keys whose folder would be a chunk file of another key."""
-    findings = []
-    for key in index:
-        parts = key.split("/")
-        for depth in range(1, len(parts)):
-            above = "/".join(parts[:depth])
-            if above in index and _CHUNK_NAME.fullmatch(parts[depth]):
-                findings.append(
-                    Finding(
-                        f"its folder would be a chunk file of {above!r}",
-                        key,
-                        remedy="Rename one of the two keys.",
-                    )
-                )
-    InvalidShardingError.raise_if(findings, "two keys want the same file")
-
-
 def _described_by(folder: Location, key: str) -> StoredTensor:
     path = folder / _ZARRAY
     with local_folder.parsing("arrays have no readable metadata", path, key):
@@ -158,8 +147,7 @@ def _described_by(folder: Location, key: str) -> StoredTensor:
         if (found := content.get(name)) not in (expected, *others)
     ]
     UnsupportedFormatError.raise_if(findings, "an array is stored in a way Megatron never does")
-    dtype = tensor_memory.from_zarr_v2(dtype_name, key, str(path))
-    return StoredTensor(key, dtype, shape, chunks)
+    return StoredTensor(key, tensor_memory.from_zarr_v2(dtype_name, key, str(path)), shape, chunks)
 
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -316,8 +304,7 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
     if not location.is_file(path):
         raise CorruptCheckpointError(message, [Finding("missing", path=str(path))])
     with local_folder.parsing(message, path):
-        root = location.read_json(path, _MAX_METADATA_BYTES)
-        nodes = root["consolidated_metadata"]["metadata"]
+        nodes = location.read_json(path, _MAX_METADATA_BYTES)["consolidated_metadata"]["metadata"]
         going = {
             name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names
         }

@@ -124,8 +124,7 @@ def make_codec(name: str | None) -> Codec | None:
     if name is None:
         return None
     if name not in CODECS:
-        expected = ", ".join(CODECS)
-        finding = Finding("unknown codec", expected=expected, found=repr(name))
+        finding = Finding("unknown codec", expected=", ".join(CODECS), found=repr(name))
         raise UnsupportedFormatError("cannot store or read chunks this way", [finding])
     own = {"shuffle": numcodecs.Blosc.SHUFFLE} if name == "blosc" else {}
     return numcodecs.get_codec({"id": name} | CODECS[name] | own)

@@ -100,8 +100,7 @@ class BackendHooks:
         """Load the templates of simulated ranks; returns the results of ``load`` in rank order."""
 
         def one(comm: Comm) -> Any:
-            strategy = self.load_strategy()
-            return load(template_of(comm.rank), folder, strategy, comm=comm, **options)
+            return load(template_of(comm.rank), folder, self.load_strategy(), comm=comm, **options)
 
         return run_ranks(world_size, one)
 

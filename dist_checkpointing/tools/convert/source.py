@@ -113,8 +113,7 @@ class Source:
         parts = (part for leaf in leaves for part in source_leaves(made, leaf, steps))
         sized = ((part, part.box.num_elements * made.stored[part.key].dtype.itemsize)
                  for part in parts)  # fmt: skip
-        batches = in_batches(sized, _TOGETHER_BYTES, _MOST_TOGETHER)
-        for batch in itertools.chain(batches, [[]]):
+        for batch in itertools.chain(in_batches(sized, _TOGETHER_BYTES, _MOST_TOGETHER), [[]]):
             stored = self.checks.read([(part.key, part.box) for part in batch])
             for part, values in zip(batch, stored, strict=True):
                 assert part.data is not None
