@@ -38,14 +38,8 @@ from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressOption
+from dist_checkpointing.strategies import verification
 from dist_checkpointing.strategies.base import PathOrStr
-from dist_checkpointing.strategies.verification import (
-    cause_of,
-    damage_of,
-    damage_of_objects,
-    in_words,
-    parts_of,
-)
 
 T = TypeVar("T")
 
@@ -100,7 +94,7 @@ class Notes(Examination):
             self.refused += _findings(error, key)
         except RankFailedError as error:
             # Of this process alone: what it met says nothing about the checkpoint.
-            raise cause_of(error) from None
+            raise verification.cause_of(error) from None
 
     def found(self, look: Callable[[], T]) -> T | None:
         """What there is; None, and a note, if that is damaged."""
@@ -184,7 +178,7 @@ def said_once(findings: Sequence[Finding], num_tensors: int) -> list[Finding]:
 def _findings(error: Exception, key: str | None = None) -> tuple[Finding, ...]:
     if not isinstance(error, CheckpointingException) or not error.findings:
         return (Finding(f"{type(error).__name__}: {error}", key),)
-    return tuple(replace(found, key=found.key or key) for found in in_words(error))
+    return tuple(replace(found, key=found.key or key) for found in verification.in_words(error))
 
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -269,7 +263,7 @@ def examine_checkpoint(
     is_table_lost = len(seen.findings) > known
     if rank == 0:
         seen.look_at_what_others_read(checkpoint)
-    digests, not_covered = parts_of(tables, keys, index)
+    digests, not_covered = verification.parts_of(tables, keys, index)
     if any((table.is_object == 0).any() for table in tables) and not is_table_lost:
         seen.findings += not_covered
     parts = []
@@ -330,7 +324,7 @@ def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -
     where = str(checkpoint.folder)
     findings = [Finding("in the index, and nowhere else", key, path=where) for key in unknown]
     known = [part for part in parts if part.key not in unknown]
-    return findings + damage_of(known, reader, index, meter)
+    return findings + verification.damage_of(known, reader, index, meter)
 
 
 def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredPart]) -> list[Finding]:
@@ -339,4 +333,4 @@ def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredPart]) -
         return []
     reader = checkpoint.reads.set_up_reader(checkpoint.index)
     cells = [(key, cell) for key, handle in checkpoint.objects.items() for cell in handle]
-    return damage_of_objects(cells, known, reader)
+    return verification.damage_of_objects(cells, known, reader)

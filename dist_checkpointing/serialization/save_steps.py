@@ -23,13 +23,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.location import (
-    as_local_folder,
-    check_room,
-    explained_full_disk,
-    is_there,
-    require_local,
-)
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, CheckpointingConfig
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
@@ -56,14 +50,8 @@ from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.serialization.recipes import changed_state
 from dist_checkpointing.serialization.save_folder import SaveFolder, SaveHooks
-from dist_checkpointing.storage import driver
+from dist_checkpointing.storage import driver, staging
 from dist_checkpointing.storage.progress import Meter, ProgressOption
-from dist_checkpointing.storage.staging import (
-    StagingBuffers,
-    change_check,
-    copied_objects,
-    detached_copy,
-)
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -79,17 +67,7 @@ from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 from dist_checkpointing.strategies.unplanned_strategies import ForeignSaveStrategy
-from dist_checkpointing.validation.save_errors import (
-    CommonDigests,
-    check_data,
-    common_digests,
-    compare_common_state,
-    number_of_digests,
-    refuse_distributed,
-    refuse_shared_keys,
-    walk,
-    warn_of_large_tensors,
-)
+from dist_checkpointing.validation import save_errors
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -185,7 +163,7 @@ class SaveJob:
         # What came of ``write_behind``, or the error that left it without copies.
         self._outcome: Outcome[driver.Written] = Outcome(_WRITING)
         self._of_ranks: Sequence[driver.Written] = ()
-        self._buffers: StagingBuffers | None = None
+        self._buffers: staging.StagingBuffers | None = None
 
     # Planning: no file is touched.
 
@@ -208,7 +186,7 @@ class SaveJob:
                 RankFacts.number,
             )
             if len({own.value.common for own in exchanged.facts}) > 1:
-                compare_common_state(lambda: self._common_digests, comm)
+                save_errors.compare_common_state(lambda: self._common_digests, comm)
             planning = self._planning or self._start_planning(comm)
             tables = planning.exchange(comm, exchanged if self._planning else None)
 
@@ -242,7 +220,7 @@ class SaveJob:
         self._make_writers(strategy)
         common = None
         if comm.world_size > 1 and self._options.get("validate_access_integrity", True):
-            common = number_of_digests(self._common_digests)
+            common = save_errors.number_of_digests(self._common_digests)
         if self.strategy.share_replicas is None:
             self._planning = self._start_planning(comm)
             tables, facts = self._planning.facts_of_rank()
@@ -258,15 +236,15 @@ class SaveJob:
         metadata = self._options.get("content_metadata")
         if metadata is not None:
             self.common[CONTENT_METADATA_KEY] = metadata
-        values = [*walk(self.common)]
-        refuse_distributed(values, parts.tensors, parts.objects)
+        values = [*save_errors.walk(self.common)]
+        save_errors.refuse_distributed(values, parts.tensors, parts.objects)
         makes_data = getattr(getattr(strategy, "planner", None), "makes_data", False)
-        check_data(parts.tensors, is_stored=not makes_data)
+        save_errors.check_data(parts.tensors, is_stored=not makes_data)
         values = values if self.rank == 0 else []  # only rank 0 writes them
         objects = parts.objects.items()
         written = {path: leaf for path, leaf in objects if is_main_replica(leaf.replica_id)}
         check_plain(values, written, trusted=self._options.get("trusted", False))
-        warn_of_large_tensors(values)
+        save_errors.warn_of_large_tensors(values)
         self.leaves, self.objects = parts.tensors, parts.objects
         if handles_objects(strategy):
             self.leaves, self.objects = chained(parts.tensors, parts.objects), {}
@@ -306,7 +284,7 @@ class SaveJob:
         self._destination, is_shared = (folder.destination, form), folder.disks is None
         if not writer.uses_object_stores:
             remedy = "Use the backend tensorstore, or a folder of a local or a shared disk."
-            require_local(folder.path, f"the backend {form}", remedy)
+            location.require_local(folder.path, f"the backend {form}", remedy)
             if not is_shared:
                 finding = Finding(
                     f"the backend {form} writes into a folder that all ranks see",
@@ -327,9 +305,11 @@ class SaveJob:
             require_sharing(writer, form, None if is_shared else folder.destination)
 
     @cached_property
-    def _common_digests(self) -> CommonDigests:
+    def _common_digests(self) -> save_errors.CommonDigests:
         preprocess = self._options.get("preprocess_common_before_consistancy_check")
-        return common_digests(self.common if preprocess is None else preprocess(dict(self.common)))
+        return save_errors.common_digests(
+            self.common if preprocess is None else preprocess(dict(self.common))
+        )
 
     def _start_planning(self, comm: Comm) -> SavePlanning:
         planning = self.strategy.planning(
@@ -348,8 +328,8 @@ class SaveJob:
         Where the chunks of the base make up larger ones of the save, it is cut like the base.
         """
         folder = self.folder.path
-        require_local(folder, "an incremental save")
-        path, index = as_local_folder(base).absolute(), self._planned.result
+        location.require_local(folder, "an incremental save")
+        path, index = location.as_local_folder(base).absolute(), self._planned.result
         form = self.strategy.backend, self.strategy.version
         # A planner of a user may know what it has planned to the last item.
         may_be_cut = (
@@ -376,7 +356,7 @@ class SaveJob:
             objects = sorted(set(self._others.key_column))
             names = [*self._common_writer.created_names(objects)]
             names += self.writer.created_names(index, world_size=comm.world_size)
-            refuse_shared_keys(index, self._others)
+            save_errors.refuse_shared_keys(index, self._others)
             return names
 
         before = self.folder.data
@@ -393,8 +373,8 @@ class SaveJob:
         is_all = self.folder.disks is None and self._options.get("base") is None and not is_packed
         # Nobody knows what else a writer of others makes of the values, or where.
         is_all &= self.writer.shares_files
-        if isinstance(folder, Path) and is_all and not is_there(folder):
-            check_room(folder, index.num_bytes)
+        if isinstance(folder, Path) and is_all and not location.is_there(folder):
+            location.check_room(folder, index.num_bytes)
 
     def _prepare_write(self, comm: Comm) -> None:
         """Get ready to write. The first thing in the body of an agreement."""
@@ -403,7 +383,7 @@ class SaveJob:
 
     # Copies, for a save in the background.
 
-    def prepare_copy(self, buffers: StagingBuffers, comm: Comm) -> None:
+    def prepare_copy(self, buffers: staging.StagingBuffers, comm: Comm) -> None:
         """Get ready to copy. The first thing in the body of an agreement."""
         self._prepare_write(comm)
         buffers.acquire()
@@ -420,9 +400,9 @@ class SaveJob:
         assert self._buffers is not None
         num_bytes = self._local_plan.num_bytes
         with self.meter.phase("copying", num_bytes):
-            self.common = detached_copy(self.common) if self.rank == 0 else {}
+            self.common = staging.detached_copy(self.common) if self.rank == 0 else {}
             if self.objects:
-                self._nested_objects = self._parts.nested(copied_objects(self.objects))
+                self._nested_objects = self._parts.nested(staging.copied_objects(self.objects))
             self.planner = self.strategy.stage(self._local_plan, self.planner, self._buffers)
             self._drop_leaves()
             self.meter.add(num_bytes)
@@ -439,7 +419,7 @@ class SaveJob:
         named += [(path_text(path), value) for path, value in common.items()]
         tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
         self._buffers.follow(tensor for _, tensor in tensors)
-        self._require_unchanged = change_check(tensors)
+        self._require_unchanged = staging.change_check(tensors)
 
     def capture_behind(self) -> None:
         """``capture`` in another thread, after ``watch_state``; an error is for ``write_local``."""
@@ -478,7 +458,10 @@ class SaveJob:
             raise self._outcome.error  # there are no copies
         num_bytes = self._local_plan.num_bytes
         what = f"what this rank writes ({num_bytes} bytes of tensors)"
-        with self.meter.phase("writing", num_bytes), explained_full_disk(self.folder.path, what):
+        with (
+            self.meter.phase("writing", num_bytes),
+            location.explained_full_disk(self.folder.path, what),
+        ):
             files = self._common_files
             if files is None:
                 files = self._write_common()
@@ -516,7 +499,7 @@ class SaveJob:
             request.add_finalize_fn(lambda: self.finish(comm))
             return request
         with comm.agreed("copying the state"):
-            self.prepare_copy(StagingBuffers(), comm)
+            self.prepare_copy(staging.StagingBuffers(), comm)
             self.capture()
         return AsyncRequest(self.write_behind, (), [lambda: self.finish(comm)])
 

@@ -24,14 +24,9 @@ from dist_checkpointing.format.foreign_formats import deepspeed_step
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, values_of_part
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.nested_dicts import MISSING, mapped
+from dist_checkpointing.strategies import tensor_files
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.safe_pickle import deserialize
-from dist_checkpointing.strategies.tensor_files import (
-    TensorFiles,
-    TensorFilesCommonStrategy,
-    TensorFilesReader,
-    TensorRow,
-)
 
 _MODEL = "mp_rank_00_model_states.pt"
 _ZERO_KEY = "optimizer_state_dict"
@@ -99,7 +94,7 @@ class _Share:
     groups: Sequence[Mapping[str, Any]]
 
 
-class DeepSpeedFiles(TensorFiles):
+class DeepSpeedFiles(tensor_files.TensorFiles):
     """A DeepSpeed checkpoint by parameter name, with the keys of ``TorchState``.
 
     The master weights are ``model.NAME``, their optimizer state is ``optimizer.state.NAME.exp_avg``
@@ -289,7 +284,7 @@ class DeepSpeedFiles(TensorFiles):
                 segment = _Segment.of(first, ("module", name), value, 0, value.numel())
                 self._add(key, tuple(value.shape), [segment])
 
-    def _rows(self) -> list[TensorRow]:
+    def _rows(self) -> list[tensor_files.TensorRow]:
         findings, rows = [], []
         for key, (shape, segments, begins) in self._segments.items():
             dtype = segments[0].dtype if segments else torch.float32
@@ -324,7 +319,7 @@ class DeepSpeedFiles(TensorFiles):
                     target.copy_(values[common.relative_to(part.offset).slices()])
 
 
-class DeepSpeedReader(TensorFilesReader):
+class DeepSpeedReader(tensor_files.TensorFilesReader):
     """Reads a DeepSpeed checkpoint."""
 
     files_type = DeepSpeedFiles
@@ -337,7 +332,7 @@ class DeepSpeedLoadShardedStrategy(PlannedLoadStrategy):
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("deepspeed", 1)})
 
 
-class DeepSpeedCommonLoadStrategy(TensorFilesCommonStrategy):
+class DeepSpeedCommonLoadStrategy(tensor_files.TensorFilesCommonStrategy):
     """Reads what DeepSpeed keeps beside tensors."""
 
     files_type = DeepSpeedFiles

@@ -31,14 +31,7 @@ from dist_checkpointing.storage.interface import StorageWriter, WriteResult, Wri
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.staging import HostBlocks
 from dist_checkpointing.strategies.data_files import write_window
-from dist_checkpointing.strategies.safetensors.model_files import (
-    CODE_OF_DTYPE,
-    METADATA_KEY,
-    ModelFile,
-    TensorRow,
-    is_model_file,
-    plan_files,
-)
+from dist_checkpointing.strategies.safetensors import model_files
 from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -84,9 +77,11 @@ class SafetensorsWriter(StorageWriter):
         # A save that gives up takes the last of them first.
         return names if self.is_one_file else [*names, *self.extra_files, MODEL_INDEX_NAME]
 
-    def _files(self, index: Index, texts: Mapping[str, str], room: int = 0) -> list[ModelFile]:
+    def _files(
+        self, index: Index, texts: Mapping[str, str], room: int = 0
+    ) -> list[model_files.ModelFile]:
         most_bytes = sys.maxsize if self.is_one_file else self.options.data_file_bytes
-        return plan_files(self._rows(index), texts, most_bytes, room=room)
+        return model_files.plan_files(self._rows(index), texts, most_bytes, room=room)
 
     def _require_storable(self, index: Index) -> None:
         findings = [
@@ -96,18 +91,20 @@ class SafetensorsWriter(StorageWriter):
         findings += [
             Finding("safetensors files have no such dtype", key, found=dtype.name)
             for key, dtype, _ in self._rows(index)
-            if dtype.name not in CODE_OF_DTYPE
+            if dtype.name not in model_files.CODE_OF_DTYPE
         ]
-        if METADATA_KEY in index:
-            findings.append(Finding("safetensors keeps texts under this name", METADATA_KEY))
+        if model_files.METADATA_KEY in index:
+            findings.append(
+                Finding("safetensors keeps texts under this name", model_files.METADATA_KEY)
+            )
         findings += [
             Finding("no name of a file beside a model", found=name)
             for name in self.extra_files
-            if not is_model_file(name)
+            if not model_files.is_model_file(name)
         ]
         UnsupportedFormatError.raise_if(findings, "the state cannot be saved as safetensors")
 
-    def _rows(self, index: Index) -> list[TensorRow]:
+    def _rows(self, index: Index) -> list[model_files.TensorRow]:
         """The tensors as they are stored."""
         return [(key, self._stored(index[key].dtype), index[key].global_shape) for key in index]
 
@@ -157,7 +154,7 @@ class SafetensorsWriter(StorageWriter):
         sealed = [SealedFile(names[number], files[number].num_bytes) for number in sorted(written)]
         return done(WriteResults(table, table.num_bytes, files=tuple(sealed)))
 
-    def _opened(self, name: str, file: ModelFile, stack: ExitStack) -> int:
+    def _opened(self, name: str, file: model_files.ModelFile, stack: ExitStack) -> int:
         """A descriptor of a file in its final size; rank 0 writes the header."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(f"{self.checkpoint_dir}/{name}", flags, 0o666)
