@@ -147,9 +147,6 @@ class TensorFilesReader(StorageReader):
     def read_metadata(self) -> Index:
         return self._files().index
 
-    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        return []
-
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         """Nothing: opening the files has checked it."""
 

@@ -72,15 +72,7 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
         **options: Any,
     ) -> None:
         super().__init__(backend, version, **options)
-        self.dtype = dtype
-        self.extra_files = dict(extra_files or {})
-
-    def make_writer(self, checkpoint_dir: Any) -> SafetensorsWriter:
-        writer = super().make_writer(checkpoint_dir)
-        assert isinstance(writer, SafetensorsWriter)
-        writer.dtype = self.dtype
-        writer.extra_files = self.extra_files
-        return writer
+        self.writer_options = {"dtype": dtype, "extra_files": dict(extra_files or {})}
 
     def is_one_file(self, path: PathOrStr) -> bool:
         return os.fspath(path).endswith(MODEL_SUFFIX)
@@ -106,7 +98,7 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
             if isinstance(leaf, torch.Tensor)
         ]
         UnsupportedFormatError.raise_if(findings, "the state cannot be saved as safetensors")
-        writer.extra_files = {**model_files_of(common_state_dict), **self.extra_files}
+        writer.extra_files = {**model_files_of(common_state_dict), **writer.extra_files}
         writer.texts = texts_of(common_state_dict)
         return SafetensorsCommonSaveStrategy(BACKEND, 1)
 

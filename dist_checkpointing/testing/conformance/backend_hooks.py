@@ -116,9 +116,7 @@ class BackendHooks:
         """All tensors whole, in this process, by key, and the common state."""
         strategy = self.load_strategy()
         everything: Any = load_tensors_metadata(folder, strategy)
-        result: Any = load(everything, folder, strategy)
-        assert isinstance(result, dict)
-        return result
+        return load(everything, folder, strategy)
 
 
 def _largest_file(folder: Path) -> Path:
