@@ -217,10 +217,8 @@ def verify_checkpoint(
             " common state and sharded objects are not found",
             checkpoint_dir,
         )
-    if found.findings:
-        raise CorruptCheckpointError("stored data is not what was saved", found.findings)
-    if found.refused:
-        raise UnsupportedFormatError("some of it cannot be read", found.refused)
+    CorruptCheckpointError.raise_if(found.findings, "stored data is not what was saved")
+    UnsupportedFormatError.raise_if(found.refused, "some of it cannot be read")
 
 
 def examine_checkpoint(

@@ -433,7 +433,7 @@ def _fill_missing(
     filled = Counter[int]()
     kept = set()
     for key in [*(key for key in wanted if key not in tensors), *objects]:
-        rule = next((rule for rule in rules if rule.applies_to(key)), None)
+        rule = next((rule for rule in rules if any(rule.matches([key]))), None)
         if rule is None:
             continue
         filled[id(rule)] += 1

@@ -305,10 +305,6 @@ class Missing(Rule, name="missing"):
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:  # noqa: ARG002
         return Change()
 
-    def applies_to(self, key: str) -> bool:
-        """Whether it says what a key gets."""
-        return any(self.matches([key]))
-
 
 def texts_of(value: Any) -> Sequence[Any]:
     """The patterns of a rule, which may be one text."""

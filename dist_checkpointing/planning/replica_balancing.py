@@ -99,10 +99,6 @@ class Replicas:
     starts: Int64s
     main_rows: Int64s
 
-    @property
-    def firsts(self) -> Int64s:
-        return self.rows[self.starts[:-1]]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HolderSets:
@@ -249,7 +245,8 @@ class BalancedSavePlanner(DefaultSavePlanner):
         groups = np.array(self.groups or (0,) * num_ranks, dtype=np.int64)
         sets = HolderSets.of(catalog, shared, groups)
         # The main replicas that no other rank could write in place of its own.
-        is_fixed, firsts = catalog.main & (catalog.num_elements > 0), shared.firsts
+        firsts = shared.rows[shared.starts[:-1]]
+        is_fixed = catalog.main & (catalog.num_elements > 0)
         is_fixed[shared.main_rows] = False
         fixed = catalog.take(is_fixed).of_ranks()
         both = np.concatenate([firsts, np.flatnonzero(is_fixed)])

@@ -209,16 +209,12 @@ class SavePlanning:
             plan = plans[self._rank]
         plan = planner.finalize_plan(plan).for_index(index)
         if self._rank == 0 and overrides(planner, DefaultSavePlanner, "build_local_plan"):
-            self._log_dropped(catalog)
+            kept = {catalog.names[number] for number in np.unique(catalog.keys)}
+            if dropped := {leaf.key for leaf in self._leaves.values()} - kept:
+                logger.info("left out by the planner: %s", ", ".join(sorted(dropped)))
         if cache is not None and self._inputs is not None:
             cache.keep(self._inputs, (plan, index, others), exchanged.digests)
         return plan, index, others
-
-    def _log_dropped(self, catalog: ShardTable) -> None:
-        """Log which keys of the state dict a user's planner leaves out."""
-        kept = {catalog.names[number] for number in np.unique(catalog.keys)}
-        if dropped := {leaf.key for leaf in self._leaves.values()} - kept:
-            logger.info("left out by the planner: %s", ", ".join(sorted(dropped)))
 
 
 def exchanged_parts(table: ShardTable) -> tuple[dict[str, ShardTable], dict[int, Int32s]]:

@@ -45,7 +45,6 @@ from dist_checkpointing.format.geometry import (
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memory
-from dist_checkpointing.mapping.nested_dicts import DictKey, Path as TreePath
 from dist_checkpointing.planning import DefaultLoadPlanner, MetadataIndex
 from dist_checkpointing.planning.load_plan import WantedTable, contiguous_ranges, misfits
 from dist_checkpointing.planning.shard_table import Bools, Int64s
@@ -497,19 +496,19 @@ def _damage_of_batch(
     memory: torch.Tensor,
 ) -> list[Finding]:
     """Read parts, given with their bytes, into memory, and compare them."""
-    leaves: dict[TreePath, ShardedTensor] = {}
+    leaves: list[ShardedTensor] = []
     values: list[torch.Tensor] = []
     start = 0
-    for number, (part, size) in enumerate(batch):
+    for part, size in batch:
         leaf = ShardedTensor.of_box(index[part.key], part.box, part.flat_range)
         flat = memory[start : start + size].view(leaf.dtype)
         leaf.data = flat.view(part.box.shape if part.flat_range is None else -1)
-        leaves[DictKey(number),] = leaf
+        leaves.append(leaf)
         values.append(leaf.data)
         start += _aligned(size)
     try:
         # Not by the planner of the strategy: it may put other values into memory.
-        read(leaves, index, None, reader, SingleProcess())
+        read(WantedTable.of(leaves), index, None, reader, SingleProcess())
     except RankFailedError as error:
         raise cause_of(error) from None
     except (CorruptCheckpointError, StateMismatchError) as error:

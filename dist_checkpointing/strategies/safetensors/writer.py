@@ -17,7 +17,7 @@ import torch
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import file_writer
-from dist_checkpointing.format.dtypes import FLOATING, DType
+from dist_checkpointing.format.dtypes import FLOATING
 from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.foreign_formats import MODEL_INDEX_NAME
 from dist_checkpointing.format.geometry import Box, Window, split_rows, values_of_part
@@ -106,11 +106,9 @@ class SafetensorsWriter(StorageWriter):
 
     def _rows(self, index: Index) -> list[model_files.TensorRow]:
         """The tensors as they are stored."""
-        return [(key, self._stored(index[key].dtype), index[key].global_shape) for key in index]
-
-    def _stored(self, dtype: DType) -> DType:
-        is_cast = self.dtype is not None and dtype.name in FLOATING
-        return tensor_memory.from_torch(self.dtype) if is_cast and self.dtype else dtype
+        cast = None if self.dtype is None else tensor_memory.from_torch(self.dtype)
+        rows = ((key, index[key].dtype, index[key].global_shape) for key in index)
+        return [(k, cast if cast and d.name in FLOATING else d, shape) for k, d, shape in rows]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
         table, index, data_of = plan.table, plan.index, planner.data_of(plan)
