@@ -72,9 +72,8 @@ class Examination:
         """What ranks have seen together, each of its part; rank 0 has counted all else."""
         found = replace(of_ranks[0])
         for name in ("findings", "refused", "remarks"):
-            setattr(
-                found, name, [*merge_findings(chain(*(getattr(own, name) for own in of_ranks)))]
-            )
+            every = chain.from_iterable(getattr(own, name) for own in of_ranks)
+            setattr(found, name, [*merge_findings(every)])
         for name in ("num_tensors", "num_parts", "num_bytes", "num_bytes_compared"):
             setattr(found, name, sum(getattr(own, name) for own in of_ranks))
         return found

@@ -36,15 +36,10 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nested_dicts import chained, flatten, path_text
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
-from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner, replica_check
 from dist_checkpointing.planning.chunking import RowBlockLayout, along_grids
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.recipe import Recipe
-from dist_checkpointing.planning.replica_check import (
-    OnReplicaMismatch,
-    ReplicaCheck,
-    compare_replicas,
-)
 from dist_checkpointing.planning.save_plan import PLANNING, PlanCache, RankFacts, SavePlanning
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.planning.table_exchange import exchange_tables
@@ -84,8 +79,8 @@ class SaveOptions(TypedDict, total=False):
     trusted: bool
     base: str | PathLike[str] | None
     fingerprints: bool
-    replicas: ReplicaCheck
-    on_replica_mismatch: OnReplicaMismatch
+    replicas: replica_check.ReplicaCheck
+    on_replica_mismatch: replica_check.OnReplicaMismatch
     recipe: Recipe | None
 
 
@@ -196,10 +191,10 @@ class SaveJob:
                 return index
 
             self._planned = Outcome.of(PLANNING, plan)
-            check = self._options.get("replicas", ReplicaCheck.OFF)
-            if check is not ReplicaCheck.OFF:
+            check = self._options.get("replicas", replica_check.ReplicaCheck.OFF)
+            if check is not replica_check.ReplicaCheck.OFF:
                 on_mismatch = self._options.get("on_replica_mismatch", "raise")
-                compare_replicas(self.leaves.values(), check, on_mismatch, comm)
+                replica_check.compare_replicas(self.leaves.values(), check, on_mismatch, comm)
             # They hold on to the caller's state.
             del self._planning
             vars(self).pop("_common_digests", None)

@@ -287,13 +287,11 @@ class DCPReader(dcp_storage.StorageReader):
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type is not dcp.LoadItemType.BYTE_IO:
-                tensor, whole = (
-                    planner.resolve_tensor(item).detach(),
-                    self._index[name].global_shape,
-                )
+                tensor = planner.resolve_tensor(item).detach()
                 if overlaps_itself(tensor):
                     finding = overlap_finding(name, tensor)
                     raise StateMismatchError("a tensor cannot be filled", [finding])
+                whole = self._index[name].global_shape
                 box = tuple(item.lengths), whole, tuple(item.storage_offsets)
                 leaves.append(ShardedTensor(name, tensor, tensor.dtype, *box, None))
                 filled.append((item, tensor))

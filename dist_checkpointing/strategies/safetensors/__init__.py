@@ -80,7 +80,6 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
     def holdable(
         self, path: PathOrStr, common_state_dict: StateDict, objects: Mapping[str, Any]
     ) -> tuple[StateDict, Mapping[str, Any]]:
-        del objects
         kept: dict[Any, Any] = dict(texts_of(common_state_dict))
         files = {} if self.is_one_file(path) else model_files_of(common_state_dict)
         if files:
@@ -126,7 +125,6 @@ class SafetensorsCommonSaveStrategy(SaveCommonStrategy):
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | PathLike[str]
     ) -> Sequence[SealedFile]:
-        del sharded_objects_state_dict, checkpoint_dir
         return []
 
 

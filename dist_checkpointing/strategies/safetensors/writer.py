@@ -65,7 +65,6 @@ class SafetensorsWriter(StorageWriter):
     texts: Mapping[str, str] = {}
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        del world_size
         self._require_storable(index)
         if of_optimizer := [key for key in index if is_of_optimizer(key)]:
             logger.warning(
@@ -169,7 +168,6 @@ class SafetensorsWriter(StorageWriter):
     def finish(
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
     ) -> Sequence[SealedFile]:
-        del results
         files = self._files(metadata, {})
         if self.is_one_file:
             self.commit_file = files[0].name, None

@@ -39,13 +39,7 @@ from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.storage.interface import WriteResult
 from dist_checkpointing.strategies.base import PlannedSaveStrategy
-from dist_checkpointing.strategies.zarr.chunk_files import (
-    FileContent,
-    ZarrFolderLoadStrategy,
-    ZarrFolderReader,
-    ZarrFolderWriter,
-    make_codec,
-)
+from dist_checkpointing.strategies.zarr import chunk_files
 from dist_checkpointing.strategies.zarr_metadata import (
     METADATA_NAME,
     ChunkNames,
@@ -65,7 +59,7 @@ _MAX_ZARRAY_BYTES = 1 << 20
 _RENAME = "Rename one of the two keys."
 
 
-class ZarrV2Reader(ZarrFolderReader):
+class ZarrV2Reader(chunk_files.ZarrFolderReader):
     """Reads zarr v2 arrays as Megatron writes them."""
 
     names: ClassVar[ChunkNames] = ChunkNames(list, lambda index: ".".join(map(str, index)) or "0")
@@ -94,7 +88,7 @@ class ZarrV2Reader(ZarrFolderReader):
         return [f"{key}/{_ZARRAY}" for key in wanted]
 
 
-class ZarrV2Writer(ZarrFolderWriter):
+class ZarrV2Writer(chunk_files.ZarrFolderWriter):
     """Writes zarr v2 arrays in folders named by the key."""
 
     layout: WholeShardLayout = WholeShardLayout()
@@ -113,7 +107,7 @@ class ZarrV2Writer(ZarrFolderWriter):
         InvalidShardingError.raise_if(findings, "two keys want the same file")
         return [CHECKSUMS_NAME, *index]
 
-    def describe(self, index: Index, rows: slice) -> Iterable[FileContent]:
+    def describe(self, index: Index, rows: slice) -> Iterable[chunk_files.FileContent]:
         for key in index.keys_column[rows]:
             tensor = index[key]
             content = {
@@ -172,7 +166,7 @@ class ZarrSaveShardedStrategy(PlannedSaveStrategy):
     writes: ClassVar[tuple[str, int]] = ("zarr", 1)
 
 
-class ZarrLoadShardedStrategy(ZarrFolderLoadStrategy):
+class ZarrLoadShardedStrategy(chunk_files.ZarrFolderLoadStrategy):
     """Loads ("zarr", 1).
 
     Example:
@@ -262,7 +256,7 @@ def _root_json(index: Index) -> bytes:
     return f"{before}{{{nodes}}}{after}".encode()
 
 
-class ZarrV3Reader(ZarrFolderReader):
+class ZarrV3Reader(chunk_files.ZarrFolderReader):
     """Reads what ZarrV3Writer wrote."""
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
@@ -273,7 +267,7 @@ class ZarrV3Reader(ZarrFolderReader):
         return rebuild_index(self.checkpoint_dir)
 
 
-class ZarrV3Writer(ZarrFolderWriter):
+class ZarrV3Writer(chunk_files.ZarrFolderWriter):
     """Writes zarr v3 arrays, consolidated metadata and the index."""
 
     layout: RowBlockLayout = RowBlockLayout()
@@ -283,7 +277,7 @@ class ZarrV3Writer(ZarrFolderWriter):
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         return [*super().created_names(index, world_size=world_size), METADATA_NAME]
 
-    def describe(self, index: Index, rows: slice) -> Iterable[FileContent]:
+    def describe(self, index: Index, rows: slice) -> Iterable[chunk_files.FileContent]:
         for name, text in node_texts(index, self.codec_name, 2, rows):
             yield name, text.encode()
 
@@ -319,7 +313,7 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
         if len(codecs) > 1:
             raise ValueError(f"arrays with different codecs: {codecs}")
         index = replace(Index.of(tensors), codec=codecs.pop() if codecs else None)
-        make_codec(index.codec)
+        chunk_files.make_codec(index.codec)
         return Index.from_json(index.to_json(), str(path))  # which checks every number in it
 
 
@@ -348,11 +342,11 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
         **options: Any,
     ) -> None:
         super().__init__(backend, version, **options)
-        make_codec(codec)  # an unknown name is an error here and now
+        chunk_files.make_codec(codec)  # an unknown name is an error here and now
         self.writer_options = {"codec_name": codec}
 
 
-class Zarr3LoadShardedStrategy(ZarrFolderLoadStrategy):
+class Zarr3LoadShardedStrategy(chunk_files.ZarrFolderLoadStrategy):
     """Loads ("zarr", 2).
 
     Example:

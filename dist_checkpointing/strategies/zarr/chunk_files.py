@@ -192,10 +192,8 @@ class ZarrFolderWriter(StorageWriter):
         assert index is not None
         # Any rank can describe any array, so each takes its share, also of those without chunks.
         described = [*self.describe(index, slice(self.rank, None, self.world_size))]
-        names, is_whole = (
-            chunk_keys(table, index, self.reader_type.names),
-            _fill_chunks(table, index),
-        )
+        names = chunk_keys(table, index, self.reader_type.names)
+        is_whole = _fill_chunks(table, index)
         paths = itertools.chain((name for name, _ in described), names)
         for folder in sorted({path.rpartition("/")[0] for path in paths}):
             location.make_folder(self.checkpoint_dir / folder)
@@ -326,10 +324,8 @@ class ZarrFolderReader(StorageReader):
         found = chunk_reads.chunk_with(tensor, box)
         if found is None or self._index.codec is not None:
             return None
-        window, (folder,) = (
-            Window(0, tensor.grid.chunk_shape, found[1]),
-            self.names.folders([tensor.key]),
-        )
+        (folder,) = self.names.folders([tensor.key])
+        window = Window(0, tensor.grid.chunk_shape, found[1])
         name = f"{folder}/{self.names.chunk(found[0])}"
         return chunk_reads.read_single(
             self.files, name, 0, window, tensor.dtype, memory, is_all=True
