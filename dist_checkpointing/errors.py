@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
@@ -96,6 +96,12 @@ class CheckpointingException(Exception):
         # Some subclasses are OSErrors too, which take a second argument for the text of an errno.
         super().__init__(message)
         self.args: tuple[Any, ...] = (message, self.findings)
+
+    @classmethod
+    def raise_if(cls, findings: Collection[Finding], message: str) -> None:
+        """Raise this error if there are findings."""
+        if findings:
+            raise cls(message, findings)
 
     def __str__(self) -> str:
         lines = [self.message]

@@ -21,13 +21,7 @@ from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.local_folder import is_local
 from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.commit import (
-    CONTENT_METADATA_KEY,
-    CheckpointingConfig,
-    check_is_distributed_checkpoint,
-    data_folder,
-    read_config,
-)
+from dist_checkpointing.format import commit
 from dist_checkpointing.format.foreign_formats import foreign_backend, foreign_files
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.format.index import Index, StoredTensor, large_objects, read_index
@@ -251,8 +245,7 @@ class ObjectHandle(Mapping[Ints, Any]):
         if index not in self:
             raise KeyError(f"{self.key!r} has no cell {index} in its grid {self.shape}")
         opened = self._checkpoint
-        read = opened.reads.object_cell
-        return opened.reading(read, opened.index, self.key, self.shape, index)
+        return opened.reading(opened.reads.object_cell, opened.index, self.key, self.shape, index)
 
     def __contains__(self, cell: object) -> bool:
         if not isinstance(cell, tuple) or len(cell) != len(self.shape):
@@ -292,7 +285,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def __init__(
         self,
         path: Location,
-        config: CheckpointingConfig,
+        config: commit.CheckpointingConfig,
         save_number: int,
         *,
         trusted: bool,
@@ -324,10 +317,10 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CorruptCheckpointError: what says how to read it is damaged.
         """
         root = located(as_location(path))
-        folder = data_folder(root)
+        folder = commit.data_folder(root)
         # First: a save that begins in between must not go for the one whose config is read.
         stamp, save_number = Stamp.of(folder, _NAMES), number_of_save(folder)
-        config = read_config(folder)
+        config = commit.read_config(folder)
         if stamp is None and isinstance(folder, Path) and foreign_backend(folder) is not None:
             stamp = Stamp.of(*foreign_files(folder))
         return cls(root, config, save_number, trusted=trusted, stamp=stamp, folder=folder)
@@ -352,8 +345,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
             if names is not _NAMES:
                 return False
         return (
-            data_folder(self._root) == self.folder
-            and check_is_distributed_checkpoint(self.folder)
+            commit.data_folder(self._root) == self.folder
+            and commit.check_is_distributed_checkpoint(self.folder)
             and number_of_save(self.folder) == self._save_number
         )
 
@@ -397,7 +390,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @property
     def metadata(self) -> dict[str, Any] | None:
         """The ``content_metadata`` that was passed to ``save``; None if there was none."""
-        return self.common.get(CONTENT_METADATA_KEY)
+        return self.common.get(commit.CONTENT_METADATA_KEY)
 
     def fingerprint(self, key: str) -> str:
         """The fingerprint of a tensor, see ``dist_checkpointing.fingerprint``: 32 hex digits.

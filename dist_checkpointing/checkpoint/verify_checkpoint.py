@@ -38,14 +38,8 @@ from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressOption
+from dist_checkpointing.strategies import verification
 from dist_checkpointing.strategies.base import PathOrStr
-from dist_checkpointing.strategies.verification import (
-    cause_of,
-    damage_of,
-    damage_of_objects,
-    in_words,
-    parts_of,
-)
 
 T = TypeVar("T")
 
@@ -78,9 +72,8 @@ class Examination:
         """What ranks have seen together, each of its part; rank 0 has counted all else."""
         found = replace(of_ranks[0])
         for name in ("findings", "refused", "remarks"):
-            setattr(
-                found, name, [*merge_findings(chain(*(getattr(own, name) for own in of_ranks)))]
-            )
+            every = chain.from_iterable(getattr(own, name) for own in of_ranks)
+            setattr(found, name, [*merge_findings(every)])
         for name in ("num_tensors", "num_parts", "num_bytes", "num_bytes_compared"):
             setattr(found, name, sum(getattr(own, name) for own in of_ranks))
         return found
@@ -100,7 +93,7 @@ class Notes(Examination):
             self.refused.extend(_findings(error, key))
         except RankFailedError as error:
             # Of this process alone: what it met says nothing about the checkpoint.
-            raise cause_of(error) from None
+            raise verification.cause_of(error) from None
 
     def found(self, look: Callable[[], T]) -> T | None:
         """What there is; None, and a note, if that is damaged."""
@@ -117,8 +110,7 @@ class Notes(Examination):
             return
         if seal.is_open:
             problem = "a removal is running or was interrupted: files are not compared"
-            remedy = "Remove them once more."
-            self.remarks.append(Finding(problem, path=str(folder), remedy=remedy))
+            self.remarks.append(Finding(problem, path=str(folder), remedy="Remove them once more."))
             return
         findings = check_files(seal, folder, sorted(seal.files)[rank::world_size])
         if rank == 0:
@@ -185,7 +177,7 @@ def said_once(findings: Sequence[Finding], num_tensors: int) -> list[Finding]:
 def _findings(error: Exception, key: str | None = None) -> tuple[Finding, ...]:
     if not isinstance(error, CheckpointingException) or not error.findings:
         return (Finding(f"{type(error).__name__}: {error}", key),)
-    return tuple(replace(found, key=found.key or key) for found in in_words(error))
+    return tuple(replace(found, key=found.key or key) for found in verification.in_words(error))
 
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -224,10 +216,8 @@ def verify_checkpoint(
             " common state and sharded objects are not found",
             checkpoint_dir,
         )
-    if found.findings:
-        raise CorruptCheckpointError("stored data is not what was saved", found.findings)
-    if found.refused:
-        raise UnsupportedFormatError("some of it cannot be read", found.refused)
+    CorruptCheckpointError.raise_if(found.findings, "stored data is not what was saved")
+    UnsupportedFormatError.raise_if(found.refused, "some of it cannot be read")
 
 
 def examine_checkpoint(
@@ -270,7 +260,7 @@ def examine_checkpoint(
     is_table_lost = len(seen.findings) > known
     if rank == 0:
         seen.look_at_what_others_read(checkpoint)
-    digests, not_covered = parts_of(tables, keys, index)
+    digests, not_covered = verification.parts_of(tables, keys, index)
     if any((table.is_object == 0).any() for table in tables) and not is_table_lost:
         seen.findings += not_covered
     parts = []
@@ -331,7 +321,7 @@ def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -
     where = str(checkpoint.folder)
     findings = [Finding("in the index, and nowhere else", key, path=where) for key in unknown]
     known = [part for part in parts if part.key not in unknown]
-    return findings + damage_of(known, reader, index, meter)
+    return findings + verification.damage_of(known, reader, index, meter)
 
 
 def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredPart]) -> list[Finding]:
@@ -340,4 +330,4 @@ def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredPart]) -
         return []
     reader = checkpoint.reads.set_up_reader(checkpoint.index)
     cells = [(key, cell) for key, handle in checkpoint.objects.items() for cell in handle]
-    return damage_of_objects(cells, known, reader)
+    return verification.damage_of_objects(cells, known, reader)

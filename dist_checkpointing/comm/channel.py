@@ -98,8 +98,7 @@ class Channel:
         tensor = torch.tensor(numbers, dtype=torch.int64)
         options = _options(dist.AllreduceOptions, deadline, reduceOp=operation)
         self._end(self._group.allreduce, deadline, tensor.nbytes, [tensor], options)
-        found: list[int] = tensor.tolist()
-        return found
+        return tensor.tolist()
 
     def gather(self, payload: bytes, longest: int, deadline: float) -> list[bytes]:
         """The payload of every rank, of which the longest has ``longest`` bytes."""

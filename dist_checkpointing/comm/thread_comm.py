@@ -6,22 +6,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from dist_checkpointing.comm import rank_failures
 from dist_checkpointing.comm.interface import Comm
-from dist_checkpointing.comm.rank_failures import (
-    BROADCAST,
-    COMPARISON,
-    GATHER,
-    Absence,
-    Failure,
-    Outcome,
-    absent_ranks,
-    agreement,
-    collection,
-    described,
-    different_calls,
-    merge_failures,
-    step_of,
-)
 
 T = TypeVar("T")
 
@@ -99,11 +85,11 @@ class ThreadComm(Comm):
                         # A rank that comes too late must not meet ranks that went on without it.
                         self._given_up = set(range(self.world_size)) - self._values.keys()
                         self._changed.notify_all()
-            step = step_of(label)
-            absent = dict.fromkeys(self._given_up, Absence.LATE)
-            absent |= dict.fromkeys(self._given_up & self._gone, Absence.DEAD)
-            failures = absent_ranks(absent, step, self.timeout_seconds)
-            raise merge_failures(step, failures, self.world_size, comm.global_ranks)
+            step = rank_failures.step_of(label)
+            absent = dict.fromkeys(self._given_up, rank_failures.Absence.LATE)
+            absent |= dict.fromkeys(self._given_up & self._gone, rank_failures.Absence.DEAD)
+            failures = rank_failures.absent_ranks(absent, step, self.timeout_seconds)
+            raise rank_failures.merge_failures(step, failures, self.world_size, comm.global_ranks)
 
     def __init__(
         self,
@@ -121,13 +107,13 @@ class ThreadComm(Comm):
         return self._rendezvous.kept[self.rank]
 
     def all_gather(self, value: T) -> list[T]:
-        return self._meet(GATHER, value)
+        return self._meet(rank_failures.GATHER, value)
 
     def broadcast(self, value: T) -> T:
-        return self._meet(BROADCAST, value)[0]
+        return self._meet(rank_failures.BROADCAST, value)[0]
 
     def all_same(self, number: int | None) -> bool:
-        return set(self._meet(COMPARISON, number)) == {number} - {None}
+        return set(self._meet(rank_failures.COMPARISON, number)) == {number} - {None}
 
     def duplicate(self) -> ThreadComm:
         own = None
@@ -138,26 +124,28 @@ class ThreadComm(Comm):
         self._rendezvous.duplicates.append(rendezvous)
         return ThreadComm(rendezvous, self.rank, self.global_ranks)
 
-    def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
-        outcomes = enumerate(self._meet(agreement(step), failure, failure))
+    def _all_failures(
+        self, step: str, failure: rank_failures.Failure | None
+    ) -> Mapping[int, rank_failures.Failure]:
+        outcomes = enumerate(self._meet(rank_failures.agreement(step), failure, failure))
         return {rank: outcome for rank, outcome in outcomes if outcome is not None}
 
     def _all_outcomes(
-        self, outcome: Outcome[Any], number: int | None, *, everywhere: bool = True
-    ) -> tuple[Mapping[int, Failure], list[Any]]:
+        self, outcome: rank_failures.Outcome[Any], number: int | None, *, everywhere: bool = True
+    ) -> tuple[Mapping[int, rank_failures.Failure], list[Any]]:
         del number, everywhere  # values pass by reference, so there is nothing to save
         failure = outcome.failure
-        met = self._meet(collection(outcome.step), (failure, outcome.result), failure)
+        met = self._meet(rank_failures.collection(outcome.step), (failure, outcome.result), failure)
         failures = {rank: failed for rank, (failed, _) in enumerate(met) if failed is not None}
         return failures, [value for _, value in met]
 
     def _broadcast_agreed(self, step: str, value: T) -> T:
         return self._meet(step, value)[0]
 
-    def _meet(self, label: str, value: T, failure: Failure | None = None) -> list[T]:
+    def _meet(self, label: str, value: T, failure: rank_failures.Failure | None = None) -> list[T]:
         met = self._rendezvous.meet(self, label, (label, value))
         if len({label for label, _ in met}) > 1:
-            call = described(label, None if failure is None else failure.summary)
+            call = rank_failures.described(label, None if failure is None else failure.summary)
             calls = self._rendezvous.meet(self, label, call)
-            raise different_calls(dict(enumerate(calls)), self.global_ranks)
+            raise rank_failures.different_calls(dict(enumerate(calls)), self.global_ranks)
         return [value for _, value in met]

@@ -19,22 +19,9 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its stubs
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
+from dist_checkpointing.comm import rank_failures
 from dist_checkpointing.comm.channel import HEAD_BYTES, StoreKeys, StoreSilentError
 from dist_checkpointing.comm.interface import Comm, SingleProcess
-from dist_checkpointing.comm.rank_failures import (
-    BROADCAST,
-    COMPARISON,
-    GATHER,
-    Absence,
-    Failure,
-    Outcome,
-    absent_ranks,
-    agreement,
-    collection,
-    contact_lost,
-    merge_failures,
-    step_of,
-)
 from dist_checkpointing.comm.timeouts import Steps, forked_error, store_error
 from dist_checkpointing.errors import CheckpointingException, Finding
 
@@ -108,15 +95,15 @@ class TorchComm(Comm):
         return _kept.setdefault(dist.group.WORLD, {}).setdefault(ranks, {})
 
     def all_gather(self, value: T) -> list[T]:
-        return list(map(self._unpack, self._gather(GATHER, self._pack(value))[1]))
+        return list(map(self._unpack, self._gather(rank_failures.GATHER, self._pack(value))[1]))
 
     def broadcast(self, value: T) -> T:
-        return self._broadcast_agreed(BROADCAST, value)
+        return self._broadcast_agreed(rank_failures.BROADCAST, value)
 
     def _broadcast_agreed(self, step: str, value: T) -> T:
         payload, steps = self._pack(value) if self.rank == 0 else b"", self._steps
         with steps.start_step(step) as (record, deadline):
-            if step == BROADCAST:  # the others come right after an agreement
+            if step == rank_failures.BROADCAST:  # the others come right after an agreement
                 steps.meet(record, deadline, (0, 0))
             packed = steps.transferred(record, lambda: steps.channel.broadcast(payload, deadline))
             if packed is None:
@@ -127,7 +114,7 @@ class TorchComm(Comm):
     def all_same(self, number: int | None) -> bool:
         # If all numbers are equal, their maximum and their minimum (as -max(-x)) are equal too.
         extremes = (_NO_NUMBER, _NO_NUMBER) if number is None else (number, -number)
-        with self._steps.start_step(COMPARISON, number) as (step, deadline):
+        with self._steps.start_step(rank_failures.COMPARISON, number) as (step, deadline):
             is_same, highest = self._steps.meet(step, deadline, extremes, str(number))
             if is_same:
                 return number is not None
@@ -197,24 +184,26 @@ class TorchComm(Comm):
         return pickle.loads(packed)  # noqa: S301 - by our own ranks
 
     def _all_outcomes(
-        self, outcome: Outcome[Any], number: int | None, *, everywhere: bool = True
-    ) -> tuple[Mapping[int, Failure], list[Any]]:
-        label, payload = collection(outcome.step), outcome.result or b""
+        self, outcome: rank_failures.Outcome[Any], number: int | None, *, everywhere: bool = True
+    ) -> tuple[Mapping[int, rank_failures.Failure], list[Any]]:
+        label, payload = rank_failures.collection(outcome.step), outcome.result or b""
         return self._gather(label, payload, outcome.failure, number, everywhere=everywhere)
 
-    def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
+    def _all_failures(
+        self, step: str, failure: rank_failures.Failure | None
+    ) -> Mapping[int, rank_failures.Failure]:
         # Without a failure all have the same number, and nothing else travels.
-        return self._gather(agreement(step), None, failure, 0)[0]
+        return self._gather(rank_failures.agreement(step), None, failure, 0)[0]
 
     def _gather(
         self,
         label: str,
         payload: bytes | None,
-        failure: Failure | None = None,
+        failure: rank_failures.Failure | None = None,
         number: int | None = None,
         *,
         everywhere: bool = True,
-    ) -> tuple[Mapping[int, Failure], list[bytes]]:
+    ) -> tuple[Mapping[int, rank_failures.Failure], list[bytes]]:
         """The failures and the payloads of all ranks, see ``_all_outcomes``."""
         data = payload or b""
         size = int(len(data) > HEAD_BYTES)
@@ -246,7 +235,9 @@ class TorchComm(Comm):
                 sources=range(self.world_size),
                 everywhere=everywhere,
             )
-        failures = absent_ranks(verdict.absent, step_of(label), self.timeout_seconds)
+        failures = rank_failures.absent_ranks(
+            verdict.absent, rank_failures.step_of(label), self.timeout_seconds
+        )
         return failures | {rank: f for rank, f in verdict.values.items() if f is not None}, payloads
 
 
@@ -345,8 +336,7 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
     comm = _comms.get(world)
     if comm is None:
         seconds = default_timeout_seconds(world) if timeout_seconds is None else timeout_seconds
-        group = _group_of_all(seconds)
-        comm = _comms[world] = TorchComm(group, seconds)
+        comm = _comms[world] = TorchComm(_group_of_all(seconds), seconds)
     elif timeout_seconds is not None:
         comm.timeout_seconds = timeout_seconds
     return comm
@@ -414,8 +404,7 @@ def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
         everybody.timeout_seconds if isinstance(everybody, TorchComm) else default_timeout_seconds()
     )
     for ranks in wanted:
-        timeout = timedelta(seconds=seconds)
-        made = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        made = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend="gloo")
         if ranks == mine:
             _beside[group] = made
     if group is None:
@@ -442,15 +431,17 @@ def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
         if keys.ask(Store.add, "count", 1) == world_size:
             keys.ask(Store.set, "all", "1")
         if not keys.wait(["all"], timeout_seconds):
-            absent = {r: Absence.LATE for r, key in enumerate(ranks) if not keys.wait([key])}
-            failures = absent_ranks(absent, step, timeout_seconds)
-            raise merge_failures(step, failures, world_size, range(world_size))
+            absent = {
+                r: rank_failures.Absence.LATE for r, key in enumerate(ranks) if not keys.wait([key])
+            }
+            failures = rank_failures.absent_ranks(absent, step, timeout_seconds)
+            raise rank_failures.merge_failures(step, failures, world_size, range(world_size))
         try:
             group: dist.ProcessGroup = keys.watch(
                 lambda: dist.new_group(backend="gloo", timeout=timeout)
             )
         except RuntimeError as error:
-            raise contact_lost(step, error, [dist.get_rank()]) from error
+            raise rank_failures.contact_lost(step, error, [dist.get_rank()]) from error
     except (StoreSilentError, dist.DistError) as error:
         raise store_error(step, error) from error
     return group

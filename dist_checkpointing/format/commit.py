@@ -319,9 +319,8 @@ class Attempt:
 def check_distinct(names: Sequence[str]) -> None:
     """Refuse to let two keys of a save have the same file."""
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
-        findings = [Finding("two keys want the same file", path=name) for name in twice]
-        raise InvalidShardingError("keys of the state dict clash", findings)
+    findings = [Finding("two keys want the same file", path=name) for name in twice]
+    InvalidShardingError.raise_if(findings, "keys of the state dict clash")
 
 
 def refuse_committed(folder: Location, *, overwrite: bool) -> set[str]:

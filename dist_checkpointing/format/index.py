@@ -527,8 +527,7 @@ def require_backing(
         for num_bytes, num_parts, path in [backing_of(size)]
         if size.num_bytes > num_bytes or size.num_parts > num_parts
     ]
-    if findings:
-        raise CorruptCheckpointError("the checkpoint is not as large as it says", findings)
+    CorruptCheckpointError.raise_if(findings, "the checkpoint is not as large as it says")
 
 
 def size_of_files(folder: Location) -> tuple[int, int]:

@@ -162,8 +162,7 @@ def refuse_foreign(
         )
         for name in sorted(foreign - {CONFIG_FNAME} | links)
     ]
-    if findings:
-        raise CheckpointExistsError(f"{folder} is not empty", findings)
+    CheckpointExistsError.raise_if(findings, f"{folder} is not empty")
 
 
 def is_spent(folder: Path) -> bool:

@@ -245,8 +245,7 @@ def _require_reported(
         )
         for file, size in late[:_MOST_FINDINGS]
     ]
-    if findings:
-        raise CheckpointingException("the checkpoint is not complete where rank 0 is", findings)
+    CheckpointingException.raise_if(findings, "the checkpoint is not complete where rank 0 is")
 
 
 def _digested(folder: Location, name: str) -> SealedFile:

@@ -138,8 +138,7 @@ def _parts(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, LocalPart | None]
         for name, same in by_name.items()
         if len(same) > 1
     ]
-    if findings:
-        raise InvalidShardingError("tensors that cannot be sharded", findings)
+    InvalidShardingError.raise_if(findings, "tensors that cannot be sharded")
     return parts
 
 

@@ -288,8 +288,7 @@ class OptimizerTemplate:
                     if name in tensors or name in self._values:
                         self.tree[name] = dict(optimizer.state.get(parameter, {}))
                         findings += self._add_missing(name, parameter, group, tensors.get(name, {}))
-        if findings:
-            raise StateMismatchError("optimizer state cannot be made", findings)
+        StateMismatchError.raise_if(findings, "optimizer state cannot be made")
         self._log_unequal(set(tensors) | set(self._values))
 
     def _tensors_by_name(self, stored: StoredState) -> dict[str, Described]:

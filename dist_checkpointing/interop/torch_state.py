@@ -277,10 +277,9 @@ class TorchState:
             if name not in (*record["per_rank"], *record["objects"], *stored.common)
             and not any(key.startswith(f"{name}.") for key in stored.tensors)
         ]  # fmt: skip
-        if missing:
-            remedy = "Leave it out of TorchState for this load."
-            findings = [Finding("not in the checkpoint", name, remedy=remedy) for name in missing]
-            raise StateMismatchError("template and checkpoint do not fit", findings)
+        remedy = "Leave it out of TorchState for this load."
+        findings = [Finding("not in the checkpoint", name, remedy=remedy) for name in missing]
+        StateMismatchError.raise_if(findings, "template and checkpoint do not fit")
         is_same = record["world_size"] == comm.world_size
         unfit = [name for name in self._others if name in record["per_rank"] and not is_same]
         for name in unfit:

@@ -220,8 +220,7 @@ def chained(one: Mapping[Path, T], other: Mapping[Path, T]) -> Mapping[Path, T]:
     if not other:
         return one
     if isinstance(one, AtPaths) and isinstance(other, AtPaths):
-        places = [*one.places, *other.places]
-        return AtPaths([*one.leaves, *other.leaves], one.structure, places)
+        return AtPaths([*one.leaves, *other.leaves], one.structure, [*one.places, *other.places])
     return {**one, **other}
 
 
@@ -250,8 +249,7 @@ def unflatten(structure: Structure | None, leaves: Mapping[Path, Any]) -> Any:
 def mapped(tree: object, change: Callable[[Any], Any]) -> Any:
     """The tree with what a function makes of each leaf, in order; ``{}`` if all become MISSING."""
     leaves: list[Any] = []
-    structure = take_apart(tree, leaves)
-    part = part_of(structure, map(change, leaves))
+    part = part_of(take_apart(tree, leaves), map(change, leaves))
     return {} if part is MISSING else part
 
 

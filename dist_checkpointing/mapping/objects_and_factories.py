@@ -264,8 +264,7 @@ class ShardedObject(ShardedBase):
         plain_replica_id(self.replica_id, self.key)
         if len(self.global_shape) != len(self.global_offset):
             problem = "global_offset must have as many entries as global_shape"
-            axes = len(self.global_shape)
-            raise self._wrong(problem, expected=axes, found=self.global_offset)
+            raise self._wrong(problem, expected=len(self.global_shape), found=self.global_offset)
 
     def without_data(self) -> ShardedObject:
         return replace(self, data=None)

@@ -246,8 +246,7 @@ class ShardedTensor(ShardedBase):
         for extent, count in zip(self.global_shape, self.axis_fragmentations, strict=True):
             if extent % count and not self.allow_shape_mismatch:
                 problem = "the grid does not divide the global shape"
-                expected = f"a divisor of {extent}"
-                raise self._wrong(problem, expected=expected, found=count)
+                raise self._wrong(problem, expected=f"a divisor of {extent}", found=count)
             chunks.append(extent // count)
         return tuple(chunks)
 

@@ -83,8 +83,7 @@ class StateDictParts:
             leaves, built, factories = _build_factories(given, structure)
         common: Any = MISSING
         if not all(issubclass(kind, _SPECIAL) for kind in types):
-            plain = (MISSING if _is_special(leaf) else leaf for leaf in given)
-            common = part_of(structure, plain)
+            common = part_of(structure, (MISSING if _is_special(leaf) else leaf for leaf in given))
         types = set(map(type, leaves)) if factories else types
         for kind in types:
             if issubclass(kind, ShardedBase) and not issubclass(kind, _SAVED):
@@ -149,8 +148,7 @@ class StateDictParts:
             for place, leaf in zip(of_kind.places, of_kind.leaves, strict=True)
             if first <= place < end and values[place] is MISSING
         ]
-        if findings:
-            raise StateMismatchError("a factory cannot be merged", findings)
+        StateMismatchError.raise_if(findings, "a factory cannot be merged")
 
     def nested(self, leaves: Mapping[Path, ShardedBase]) -> dict[Any, Any]:
         """Some of the sharded leaves, nested as in the state dict, for strategies that need a dict.

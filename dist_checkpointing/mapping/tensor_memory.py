@@ -126,8 +126,7 @@ def plain_addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor of ``dtype`` over the memory of a numpy array with the same bits."""
-    known = from_torch(dtype)
-    return torch.from_numpy(array.view(known.bits)).view(dtype)
+    return torch.from_numpy(array.view(from_torch(dtype).bits)).view(dtype)
 
 
 def overlaps_itself(data: torch.Tensor) -> bool:

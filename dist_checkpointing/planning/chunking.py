@@ -86,8 +86,7 @@ def cut_rows(table: ShardTable, most: Int64s) -> CutRows:
     inner = np.cumprod(table.shapes[:, ::-1], axis=1)[:, ::-1] // table.shapes
     blocks = np.clip(most[:, None] // inner, 1, table.shapes)
     # A grid that begins where the box does.
-    moved = replace(table, offsets=np.zeros_like(table.offsets))
-    parts, origins = cut_along_grid(moved, blocks)
+    parts, origins = cut_along_grid(replace(table, offsets=np.zeros_like(table.offsets)), blocks)
     return replace(parts, offsets=parts.offsets + table.offsets[origins]), origins
 
 
@@ -149,8 +148,7 @@ def _divided(most_bytes: int, shape: Ints, chunk: Ints, itemsize: int) -> Ints |
         chunk = (*chunk[:axis], block, *chunk[axis + 1 :])
         num_bytes = itemsize * math.prod(chunk)
         if num_bytes <= most_bytes:
-            least = min(_MIN_CHUNK_BYTES, most_bytes // 4)
-            return chunk if num_bytes >= least else None
+            return chunk if num_bytes >= min(_MIN_CHUNK_BYTES, most_bytes // 4) else None
     return None
 
 
@@ -192,8 +190,7 @@ class RowBlockLayout:
         table = self._cut(table, no_grid, np.ones_like(table.shapes))[0].sorted_by_box()
         firsts, ends = table.take(table.starts), np.append(table.starts, len(table))
         columns = (table.offsets, table.shapes, table.flat)
-        ndim = firsts.ndim.astype(np.int64)
-        return chunks, PieceColumns(firsts.key_column, ends, ndim, *columns)
+        return chunks, PieceColumns(firsts.key_column, ends, firsts.ndim.astype(np.int64), *columns)
 
     def cut(self, written: ShardTable, index: Index) -> CutRows:
         """The chunks and pieces that shards consist of, and the row that each comes from."""

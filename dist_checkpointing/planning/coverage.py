@@ -104,9 +104,9 @@ def main_rows(catalog: ShardTable) -> ShardTable:
 
 def check_coverage(catalog: ShardTable, written: ShardTable | None = None) -> None:
     """Raise one error with everything ``find_coverage_problems`` finds."""
-    if findings := find_coverage_problems(catalog, written):
-        problem = "the shards do not make up each global tensor exactly once"
-        raise InvalidShardingError(f"Invalid access pattern: {problem}", findings)
+    problem = "the shards do not make up each global tensor exactly once"
+    findings = find_coverage_problems(catalog, written)
+    InvalidShardingError.raise_if(findings, f"Invalid access pattern: {problem}")
 
 
 def check_agreement(catalog: ShardTable) -> None:

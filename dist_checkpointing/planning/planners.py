@@ -506,8 +506,7 @@ class DefaultLoadPlanner(LoadPlanner):
                     cells.append((leaf.key, tuple(leaf.global_offset), source))
         table, uncovered = plan_load(self._index, stored)
         findings += uncovered
-        if findings:
-            raise StateMismatchError("the checkpoint does not hold what is wanted", findings)
+        StateMismatchError.raise_if(findings, "the checkpoint does not hold what is wanted")
         return LoadPlan(table.followed_by(object_rows(cells)) if cells else table)
 
     def destinations(self, plan: LoadPlan) -> Destinations:
@@ -577,5 +576,4 @@ class _OwnMemory(Destinations):
         return np.where(fits, own.addresses[rows] + starts * sizes, -1)
 
     def apply_bytes(self, row: int, value: object) -> None:
-        leaf: Any = self._wanted.rows[int(self._sources[row])]
-        leaf.data = value
+        self._wanted.rows[int(self._sources[row])].data = value

@@ -241,8 +241,7 @@ class Dequantize(CastTo, name="dequantize"):
                     names, dtypes = [f"{name}_scales"], frozenset({"uint8"})
                 scales = next((own for own in names if own in tensors), None)
                 if dtype in dtypes and scales is not None:
-                    values = self._values(tensors[key], tensors[scales], scales)
-                    change.made.append((name, values))
+                    change.made.append((name, self._values(tensors[key], tensors[scales], scales)))
                     change.taken += (key, scales)
                 elif dtype in dtypes:
                     expected = " or ".join(names)

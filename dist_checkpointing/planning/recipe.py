@@ -392,9 +392,7 @@ def derive(
             for key in names
             if key in rest and not (key in tensors and names[key] == key)
         ]
-        if findings:
-            message = f"rule {number} of the recipe does not fit: {rule}"
-            raise StateMismatchError(message, findings)
+        StateMismatchError.raise_if(findings, f"rule {number} of the recipe does not fit: {rule}")
         tensors = rest
         counts.append((rule, count))
     kept: frozenset[str] = frozenset()
@@ -435,7 +433,7 @@ def _fill_missing(
     filled = Counter[int]()
     kept = set()
     for key in [*(key for key in wanted if key not in tensors), *objects]:
-        rule = next((rule for rule in rules if rule.applies_to(key)), None)
+        rule = next((rule for rule in rules if any(rule.matches([key]))), None)
         if rule is None:
             continue
         filled[id(rule)] += 1

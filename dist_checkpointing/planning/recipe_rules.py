@@ -109,8 +109,7 @@ class Rule(ABC):
 
     def require(self, is_valid: object, problem: str) -> None:
         if not is_valid:
-            message = f"the rule `{self}` is invalid"
-            raise CheckpointingException(message, [Finding(problem)])
+            raise CheckpointingException(f"the rule `{self}` is invalid", [Finding(problem)])
 
     def compiled(self, text: str) -> re.Pattern[str]:
         try:
@@ -306,10 +305,6 @@ class Missing(Rule, name="missing"):
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:  # noqa: ARG002
         return Change()
 
-    def applies_to(self, key: str) -> bool:
-        """Whether it says what a key gets."""
-        return any(self.matches([key]))
-
 
 def texts_of(value: Any) -> Sequence[Any]:
     """The patterns of a rule, which may be one text."""
@@ -336,8 +331,7 @@ class Resize(EachRule, name="resize"):
 
     def check(self) -> None:
         self.require(self.fill in get_args(Fill), "fill must be 'zeros' or 'template'")
-        is_size = self.size is None or are_counts(0, self.size)
-        self.require(is_size, "size must be a number of rows")
+        self.require(self.size is None or are_counts(0, self.size), "size must be a number of rows")
 
     def made(self, own: Matched) -> Made:
         tensor, axis, size = own.tensor, _axis(own.tensor, self.axis), self.size
@@ -485,8 +479,7 @@ class Stack(JoinRule, name="stack"):
 
     def check(self) -> None:
         has_number = NUMBER in self.compiled(self.pattern).groupindex
-        problem = "the pattern needs {i}, which stands for the number of the layer"
-        self.require(has_number, problem)
+        self.require(has_number, "the pattern needs {i}, which stands for the number of the layer")
 
     def matches(self, keys: Iterable[str]) -> Iterator[tuple[str, re.Match[str], int]]:
         for key, match, _ in super().matches(keys):

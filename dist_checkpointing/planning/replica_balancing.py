@@ -99,10 +99,6 @@ class Replicas:
     starts: Int64s
     main_rows: Int64s
 
-    @property
-    def firsts(self) -> Int64s:
-        return self.rows[self.starts[:-1]]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HolderSets:
@@ -249,7 +245,8 @@ class BalancedSavePlanner(DefaultSavePlanner):
         groups = np.array(self.groups or (0,) * num_ranks, dtype=np.int64)
         sets = HolderSets.of(catalog, shared, groups)
         # The main replicas that no other rank could write in place of its own.
-        is_fixed, firsts = catalog.main & (catalog.num_elements > 0), shared.firsts
+        firsts = shared.rows[shared.starts[:-1]]
+        is_fixed = catalog.main & (catalog.num_elements > 0)
         is_fixed[shared.main_rows] = False
         fixed = catalog.take(is_fixed).of_ranks()
         both = np.concatenate([firsts, np.flatnonzero(is_fixed)])
@@ -263,8 +260,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
             cut, parts = cut.take(order), parts[order]
             loads = np.zeros(num_ranks, dtype=np.int64)
             np.add.at(loads, fixed.ranks, fixed.num_bytes)
-            own_sets = sets.of_part[parts]
-            writers = share_out(sets.ranks, sets.starts, own_sets, cut.num_bytes, loads)
+            writers = share_out(sets.ranks, sets.starts, sets.of_part[parts], cut.num_bytes, loads)
             rows = rows_of_ranks(catalog, shared, parts, writers)
             main, sources = catalog.main[rows], catalog.sources[rows]
             cut = replace(cut, ranks=writers, sources=sources, main=main, holders=None)
@@ -299,5 +295,4 @@ def check_replicas_have_data(leaves: Sequence[ShardedBase]) -> None:
     remedy = "Give it its data, or leave this replica out of the state dict."
     tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     findings = [Finding(problem, own.key, remedy=remedy) for own in tensors if own.data is None]
-    if findings:
-        raise InvalidShardingError("there is nothing to save for some shards", findings)
+    InvalidShardingError.raise_if(findings, "there is nothing to save for some shards")

@@ -177,8 +177,7 @@ def _in_pieces(
 ) -> Iterator[_Chunks]:
     """The pieces that meet some segments: first by their positions in the flattened tensor."""
     parts = segments.parts[rows]
-    keys = [wanted.keys[part] for part in parts.tolist()]
-    names, tensors = _numbered(keys)
+    names, tensors = _numbered([wanted.keys[part] for part in parts.tolist()])
     whole = whole[parts]
     is_all = names == tuple(index.pieces)
     pieces = PieceColumns.of(index.pieces if is_all else {key: index.pieces[key] for key in names})
@@ -200,8 +199,7 @@ def _in_pieces(
         ranks = np.unique(np.concatenate(bounds), return_inverse=True)[1]
         bounds, most = np.split(ranks, np.cumsum([*map(len, bounds)])[:-1]), len(ranks)
     # Positions in all tensors, one behind the other.
-    owners = (tensor, tensor, tensors, tensors)
-    for column, of in zip(bounds, owners, strict=True):
+    for column, of in zip(bounds, (tensor, tensor, tensors, tensors), strict=True):
         np.add(column, most * of, out=column)
     begin, end, first, last = bounds
     order = None if _ascends(begin) else np.argsort(begin, kind="stable")

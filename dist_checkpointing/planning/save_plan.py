@@ -18,30 +18,23 @@ from dist_checkpointing.filesystem.location import check_one_destination
 from dist_checkpointing.format.geometry import renumbered
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
-from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner, table_exchange
 from dist_checkpointing.planning.chunking import Layout, whole_items
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage
 from dist_checkpointing.planning.items import Metadata
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int32s, ShardTable, concatenate, describe
-from dist_checkpointing.planning.table_exchange import (
-    KINDS,
-    AgreedCache,
-    ExchangedTables,
-    exchange_tables,
-    plan_inputs,
-)
 from dist_checkpointing.planning.user_planner import adapted, call_hook, overrides
 from dist_checkpointing.threads import paused_collector
 
 PLANNING: Final = "planning the save"
-*_KINDS, _OTHERS = KINDS
+*_KINDS, _OTHERS = table_exchange.KINDS
 _MOST_LEAVES: Final = 1 << 29
 """Of one kind on one rank: the leaves of each kind are numbered apart."""
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-class PlanCache(AgreedCache[tuple[SavePlan, Index, ShardTable]]):
+class PlanCache(table_exchange.AgreedCache[tuple[SavePlan, Index, ShardTable]]):
     """The plan of the last save, used again as long as nothing about it has changed on any rank.
 
     A program that saves the same kind of state many times owns one, and passes it to every save.
@@ -120,10 +113,9 @@ class SavePlanning:
     def facts_of_rank(self) -> tuple[Mapping[str, ShardTable], RankFacts]:
         """What this rank sends: its tables, or which plan it would use again."""
         if self._cache is not None and self.planner.settings is not None:
-            rows = plan_inputs(itertools.chain(self._leaves.values(), self._others))
+            rows = table_exchange.plan_inputs(itertools.chain(self._leaves.values(), self._others))
             settings = (type(self.planner), self.planner.settings, self._layout)
-            ranks = (self._rank, self._world_size)
-            self._inputs = (*settings, *ranks, len(self._leaves), *rows)
+            self._inputs = (*settings, self._rank, self._world_size, len(self._leaves), *rows)
             number = self._cache.hash_if_cached(self._inputs)
             if number is not None:
                 return {}, RankFacts(self.destination, plan_number=number)
@@ -164,21 +156,23 @@ class SavePlanning:
         return plan, index
 
     def exchange(
-        self, comm: Comm, exchanged: ExchangedTables[RankFacts] | None = None
-    ) -> ExchangedTables[RankFacts]:
+        self, comm: Comm, exchanged: table_exchange.ExchangedTables[RankFacts] | None = None
+    ) -> table_exchange.ExchangedTables[RankFacts]:
         """What ``plan_from_tables`` needs to know of all ranks. Collective.
 
         It is all there if every rank has sent its tables, or would use the same plan again.
         """
         if exchanged is None:
-            exchanged = exchange_tables(comm, PLANNING, self.facts_of_rank, RankFacts.number)
+            exchanged = table_exchange.exchange_tables(
+                comm, PLANNING, self.facts_of_rank, RankFacts.number
+            )
         if len({own.value.plan_number for own in exchanged.facts}) == 1:
             return exchanged
-        return exchange_tables(comm, PLANNING, self._tables)
+        return table_exchange.exchange_tables(comm, PLANNING, self._tables)
 
     @paused_collector()
     def plan_from_tables(
-        self, exchanged: ExchangedTables[RankFacts]
+        self, exchanged: table_exchange.ExchangedTables[RankFacts]
     ) -> tuple[SavePlan, Index, ShardTable]:
         """What this rank writes, to the last chunk; what the checkpoint will hold; and the
         ``others`` of all ranks, sorted by key. Not collective.
@@ -215,16 +209,12 @@ class SavePlanning:
             plan = plans[self._rank]
         plan = planner.finalize_plan(plan).for_index(index)
         if self._rank == 0 and overrides(planner, DefaultSavePlanner, "build_local_plan"):
-            self._log_dropped(catalog)
+            kept = {catalog.names[number] for number in np.unique(catalog.keys)}
+            if dropped := {leaf.key for leaf in self._leaves.values()} - kept:
+                logger.info("left out by the planner: %s", ", ".join(sorted(dropped)))
         if cache is not None and self._inputs is not None:
             cache.keep(self._inputs, (plan, index, others), exchanged.digests)
         return plan, index, others
-
-    def _log_dropped(self, catalog: ShardTable) -> None:
-        """Log which keys of the state dict a user's planner leaves out."""
-        kept = {catalog.names[number] for number in np.unique(catalog.keys)}
-        if dropped := {leaf.key for leaf in self._leaves.values()} - kept:
-            logger.info("left out by the planner: %s", ", ".join(sorted(dropped)))
 
 
 def exchanged_parts(table: ShardTable) -> tuple[dict[str, ShardTable], dict[int, Int32s]]:

@@ -482,8 +482,7 @@ def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
             rows.append(_row(leaf, source))
         except InvalidShardingError as error:
             findings += error.findings
-    if findings:
-        raise InvalidShardingError("the sharded state dict is invalid", findings)
+    InvalidShardingError.raise_if(findings, "the sharded state dict is invalid")
     return table_of_rows(rank, rows)
 
 
@@ -569,8 +568,7 @@ class PackedTable:
         return steps
 
     def unpacked(self) -> ShardTable:
-        columns = {name: _unpacked([self], name) for name in COLUMNS}
-        return ShardTable(self.names, **columns)
+        return ShardTable(self.names, **{name: _unpacked([self], name) for name in COLUMNS})
 
 
 @lru_cache(maxsize=64)

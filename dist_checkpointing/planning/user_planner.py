@@ -87,8 +87,7 @@ def placed(plan: LoadPlan, index: Index, leaves: Sequence[ShardedBase]) -> LoadP
             items.append(item if item.is_placed else _placed(item, index, leaves))
         except InvalidShardingError as error:
             findings += error.findings
-    if findings:
-        raise StateMismatchError("the checkpoint does not hold what is planned", findings)
+    StateMismatchError.raise_if(findings, "the checkpoint does not hold what is planned")
     return plan.with_items(items)
 
 

@@ -23,10 +23,10 @@ from dist_checkpointing.mapping import (
     is_main_replica,
     tensor_memory,
 )
-from dist_checkpointing.mapping.nested_dicts import DictKey, Path as TreePath
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.coverage import check_coverage, find_coverage_problems
+from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.replica_check import Copies, copies_of
 from dist_checkpointing.planning.shard_table import Bools, ShardTable, describe
 from dist_checkpointing.planning.table_exchange import exchange_tables
@@ -40,6 +40,7 @@ from dist_checkpointing.storage.fingerprints import (
     totals,
 )
 from dist_checkpointing.storage.interface import StorageReader
+from dist_checkpointing.validation.load_errors import with_memory
 from dist_checkpointing.validation.save_errors import check_data, refuse_distributed, walk
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -149,13 +150,10 @@ def verify_restored(
         return fingerprints_by_reading(index, keys, read_boxes)
 
     def read_boxes(wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        leaves: dict[TreePath, ShardedTensor] = {}
-        for number, (key, box) in enumerate(wanted):
-            leaf = leaves[DictKey(number),] = ShardedTensor.of_box(index[key], box)
-            leaf.init_data("cpu")
+        leaves = [with_memory(ShardedTensor.of_box(index[key], box)) for key, box in wanted]
         # Not by the planner of the strategy: it may put other values into memory.
-        read(leaves, index, None, reader, SingleProcess())
-        return [leaf.data for leaf in leaves.values() if leaf.data is not None]
+        read(WantedTable.of(leaves), index, None, reader, SingleProcess())
+        return [leaf.data for leaf in leaves if leaf.data is not None]
 
     for computed in comm.exchange("reading for fingerprints", compute_missing):
         kept |= computed
@@ -203,8 +201,7 @@ def verify_restored(
                     len(others),
                     ", ".join(others[:10]) + (", ..." if len(others) > 10 else ""),
                 )
-        if findings:
-            raise CorruptCheckpointError("what was restored is not what was saved", findings)
+        CorruptCheckpointError.raise_if(findings, "what was restored is not what was saved")
 
 
 def _fingerprints(table: ShardTable, sums: Uint64s) -> dict[str, str]:

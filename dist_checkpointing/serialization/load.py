@@ -24,16 +24,8 @@ from dist_checkpointing.mapping.nested_dicts import Path as TreePath, put_at
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.recipe import Derivation, Recipe, require_recipe
+from dist_checkpointing.serialization import recipes
 from dist_checkpointing.serialization.fingerprint_of_state import verify_restored
-from dist_checkpointing.serialization.recipes import (
-    apply_recipe,
-    derived_index,
-    derived_state,
-    explaining,
-    keeps_values,
-    kept_values,
-    sources_of,
-)
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from dist_checkpointing.strategies.selection import OpenedCheckpoint, Selection, replaced
@@ -210,7 +202,7 @@ def load(
     require_same_save(comm.all_same(opened.save_number), opened.folder)
     if stateful is not None:
         stored = StoredState(opened.stored_shapes(), opened.common)
-        template, restore = stateful.template_for(derived_state(recipe, stored), comm)
+        template, restore = stateful.template_for(recipes.derived_state(recipe, stored), comm)
         with comm.agreed("taking the template apart"):
             parts = _split(template)
     if validate_access_integrity:
@@ -218,8 +210,8 @@ def load(
 
     # Read the index, and apply the recipe to it.
     opened.read_index(parts, is_kept=bool(verify), is_whole=recipe is not None)
-    made = None if recipe is None else apply_recipe(recipe, opened, parts)
-    index = opened.index if made is None else derived_index(made)
+    made = None if recipe is None else recipes.apply_recipe(recipe, opened, parts)
+    index = opened.index if made is None else recipes.derived_index(made)
 
     # Compare the template with it, and make memory where there is none.
     missing, unexpected = _compare_keys(opened, parts, made, flag)
@@ -228,7 +220,11 @@ def load(
         objects = _without_keys(parts.objects, unexpected)
         user_planner = opened.strategies.sharded.planner is not None
         plain, misfits = plain_tensors(parts, opened.common, cast, flag)
-        with nullcontext() if made is None else explaining(made, wanted.tensors, objects.values()):
+        with (
+            nullcontext()
+            if made is None
+            else recipes.explaining(made, wanted.tensors, objects.values())
+        ):
             alike = compare(
                 wanted,
                 index,
@@ -239,7 +235,7 @@ def load(
                 common=opened.common,
                 misfits=misfits,
             )
-        apart = set_apart(wanted, plain, partial(keeps_values, made))
+        apart = set_apart(wanted, plain, partial(recipes.keeps_values, made))
         # Copies of the leaves are for others than our own planner, who may change them.
         if user_planner or apart or made is not None or not (alike and wanted.are_ready):
             filled = WantedTable(replaced(wanted.leaves, _with_memory(wanted, opened, made, apart)))
@@ -247,7 +243,7 @@ def load(
     if filled is not wanted:
         clear_partly_stored(filled.tensors, index)
     to_read, objects, steps = (
-        (filled, objects, []) if made is None else sources_of(made, filled, objects, comm)
+        (filled, objects, []) if made is None else recipes.sources_of(made, filled, objects, comm)
     )
 
     # Verify what is not read whole; then read, and compare what memory holds.
@@ -262,7 +258,7 @@ def load(
                 verify_restored(to_read.tensors, opened.folder, opened.index, opened.reader, comm)
 
     # Rebuild the state dict.
-    values = {**(of_cells or values), **kept_values(made, parts.objects)}
+    values = {**(of_cells or values), **recipes.kept_values(made, parts.objects)}
     loaded = replaced(
         wanted.leaves,
         [apart[n].given if n in apart else leaf.data for n, leaf in enumerate(filled.tensors)],

@@ -112,9 +112,7 @@ def load_plain_tensors(
         {'w': tensor([0., 1., 2., 3., 4., 5.]), 'step': 100}
     """
     template: Any = load_tensors_metadata(checkpoint_dir)
-    state_dict = load(template, checkpoint_dir, comm=comm)
-    assert isinstance(state_dict, dict)
-    return state_dict
+    return load(template, checkpoint_dir, comm=comm)
 
 
 def load_content_metadata(

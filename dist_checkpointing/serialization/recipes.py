@@ -297,8 +297,7 @@ def changed_state(recipe: Recipe, state_dict: Mapping[Any, Any], comm: Comm) -> 
             for key, tensor in made.tensors.items()
             if any(piece.quantization for piece in tensor.pieces)
         ]
-        if findings:
-            raise StateMismatchError("the recipe is for loads and conversions", findings)
+        StateMismatchError.raise_if(findings, "the recipe is for loads and conversions")
         leaves: list[ShardedBase] = [*_tensors(made, parts.tensors.values(), comm.rank)]
         new_names = defaultdict[str, list[str]](list)
         for new, old in made.objects.items():
@@ -320,8 +319,7 @@ def _index_of(of_ranks: Iterable[Shapes]) -> Index:
                 findings.append(
                     Finding("other ranks have another tensor", key, first, own, (rank,))
                 )
-    if findings:
-        raise InvalidShardingError("the recipe cannot be applied", findings)
+    InvalidShardingError.raise_if(findings, "the recipe cannot be applied")
     return Index.of(StoredTensor.undivided(key, dtype, s) for key, (s, dtype) in found.items())
 
 
@@ -362,7 +360,6 @@ def _renamed(leaf: ShardedTensor, key: str, tensor: DerivedTensor) -> ShardedTen
 
 
 def _part(key: str, tensor: DerivedTensor, box: Box, values: torch.Tensor | None) -> ShardedTensor:
-    whole = StoredTensor.undivided(key, tensor.dtype, tensor.shape)
-    part = ShardedTensor.of_box(whole, box)
+    part = ShardedTensor.of_box(StoredTensor.undivided(key, tensor.dtype, tensor.shape), box)
     part.data, part.cast_by = values, "planner"
     return part

@@ -17,19 +17,10 @@ from dist_checkpointing.errors import (
     Finding,
     RankFailedError,
 )
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.local_folder import remove
-from dist_checkpointing.filesystem.location import (
-    as_location,
-    explained_full_disk,
-    files_below,
-    fsync_folders,
-    is_seen,
-    is_there,
-    read_bytes,
-    relative,
-    write,
-)
 from dist_checkpointing.filesystem.object_store import Location
+from dist_checkpointing.format import leftovers
 from dist_checkpointing.format.commit import (
     Attempt,
     CheckpointingConfig,
@@ -39,12 +30,6 @@ from dist_checkpointing.format.commit import (
     tolerant,
 )
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.leftovers import (
-    ATTEMPT_NAME,
-    PARTS_NAME,
-    attempt_json,
-    is_in_attempt,
-)
 from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, SealedFile, write_seal
 from dist_checkpointing.storage.driver import Finished
 from dist_checkpointing.storage.interface import StorageWriter
@@ -138,7 +123,7 @@ class SaveFolder:
         self, path: str | PathLike[str], hooks: SaveHooks, *, overwrite: bool, is_file: bool = False
     ) -> None:
         # Whoever writes may do so when the working directory is another one.
-        self.path = self.data = folder = as_location(path).absolute()
+        self.path = self.data = folder = location.as_location(path).absolute()
         self.file: Location | None = folder if is_file else None
         if is_file:
             self.path = self.data = partial_folder(folder)
@@ -167,17 +152,17 @@ class SaveFolder:
             index = planned.result
             assert index is not None
             self._hooks.before_claim(index)
-            if self.file is not None and is_there(self.file) and not self._overwrite:
+            if self.file is not None and location.is_there(self.file) and not self._overwrite:
                 remedy = "Name another path, or pass overwrite=True to replace it."
                 finding = Finding("something is here", path=str(self.file), remedy=remedy)
                 raise CheckpointExistsError(f"{self.file} already exists", [finding])
             names = [SEAL_NAME, *created_names(index)]
             check_distinct(names)
             if self.disks is not None:
-                names.append(PARTS_NAME)
+                names.append(leftovers.PARTS_NAME)
             attempt = self._begin(names)
             creates = () if self.disks is None else attempt.creates
-            data = relative(attempt.folder, self.path)
+            data = location.relative(attempt.folder, self.path)
             return _Claim(attempt.id, str(self.path), data, self.config, creates)
 
         claimed = comm.from_rank0("claiming the folder", begin, after=planned)
@@ -190,7 +175,7 @@ class SaveFolder:
         self.claimed, self.data = claimed, self.path / claimed.data
 
     def _begin(self, creates: Iterable[str], name: str | None = None) -> Attempt | StoreAttempt:
-        with explained_full_disk(self.path, "the record of this save"):
+        with location.explained_full_disk(self.path, "the record of this save"):
             attempt = begin_attempt(
                 self.path, creates, self.durability, overwrite=self._overwrite, name=name
             )
@@ -227,13 +212,13 @@ class SaveFolder:
                 remedy="Pass the same strategies on every rank.",
             )
             raise CheckpointingException("the ranks do not save the same checkpoint", [finding])
-        if not is_seen(lambda: is_in_attempt(self.data, claimed.attempt)):
+        if not location.is_seen(lambda: leftovers.is_in_attempt(self.data, claimed.attempt)):
             finding = Finding(
                 "this rank does not see the folder that rank 0 has claimed",
                 expected=f"{claimed.folder}, as on rank 0",
                 found=str(self.data.absolute()),
                 ranks=(rank,),
-                path=str(self.data / ATTEMPT_NAME),
+                path=str(self.data / leftovers.ATTEMPT_NAME),
                 remedy="Save to a file system that all ranks share, under the same path.",
             )
             raise CheckpointingException("the ranks do not save into one folder", [finding])
@@ -249,17 +234,17 @@ class SaveFolder:
             # Rank 0 cannot make the names on other disks durable.
             with comm.agreed("securing every disk"):
                 if attempt is not None and comm.rank and is_durable:
-                    fsync_folders(files_below(self.path), self.path, to_root=True)
-        described = explained_full_disk(self.path, "what describes the checkpoint")
+                    location.fsync_folders(location.files_below(self.path), self.path, to_root=True)
+        described = location.explained_full_disk(self.path, "what describes the checkpoint")
         with comm.agreed("committing"), described:
             files, tables = describe()
             if attempt is not None and comm.rank == 0:
                 # Not read again: of a save that another one has ended it may be gone.
-                noted = attempt_json(attempt.id, attempt.creates)
+                noted = leftovers.attempt_json(attempt.id, attempt.creates)
                 write_seal(
                     self.data,
                     self.config,
-                    [*files, SealedFile.of_bytes(ATTEMPT_NAME, noted)],
+                    [*files, SealedFile.of_bytes(leftovers.ATTEMPT_NAME, noted)],
                     attempt=attempt.id,
                     tables=tables,
                     created=None if writer.is_opaque else attempt.creates,
@@ -283,12 +268,13 @@ class SaveFolder:
         seal_path = self.path / SEAL_NAME
         try:
             content = comm.from_rank0(
-                "telling every disk of the commit", lambda: read_bytes(seal_path, MAX_SEAL_BYTES)
+                "telling every disk of the commit",
+                lambda: location.read_bytes(seal_path, MAX_SEAL_BYTES),
             )
             if part is None or comm.rank == 0:
                 return
             try:
-                write(seal_path, content, self.durability)
+                location.write(seal_path, content, self.durability)
                 part.commit(self.config)
             except OSError as error:
                 logger.warning("%s: the commit is not noted on this disk: %s", self.path, error)

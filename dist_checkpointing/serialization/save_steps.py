@@ -23,13 +23,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.location import (
-    as_local_folder,
-    check_room,
-    explained_full_disk,
-    is_there,
-    require_local,
-)
+from dist_checkpointing.filesystem import location
 from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, CheckpointingConfig
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
@@ -42,29 +36,18 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nested_dicts import chained, flatten, path_text
 from dist_checkpointing.mapping.objects_and_factories import as_state_dict
 from dist_checkpointing.mapping.state_dict_parts import StateDictParts
-from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner, replica_check
 from dist_checkpointing.planning.chunking import RowBlockLayout, along_grids
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.recipe import Recipe
-from dist_checkpointing.planning.replica_check import (
-    OnReplicaMismatch,
-    ReplicaCheck,
-    compare_replicas,
-)
 from dist_checkpointing.planning.save_plan import PLANNING, PlanCache, RankFacts, SavePlanning
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.planning.table_exchange import exchange_tables
 from dist_checkpointing.serialization.recipes import changed_state
 from dist_checkpointing.serialization.save_folder import SaveFolder, SaveHooks
-from dist_checkpointing.storage import driver
+from dist_checkpointing.storage import driver, staging
 from dist_checkpointing.storage.interface import StorageWriter
 from dist_checkpointing.storage.progress import Meter, ProgressOption
-from dist_checkpointing.storage.staging import (
-    StagingBuffers,
-    change_check,
-    copied_objects,
-    detached_copy,
-)
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -80,17 +63,7 @@ from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.safe_pickle import check_plain
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 from dist_checkpointing.strategies.unplanned_strategies import ForeignSaveStrategy
-from dist_checkpointing.validation.save_errors import (
-    CommonDigests,
-    check_data,
-    common_digests,
-    compare_common_state,
-    number_of_digests,
-    refuse_distributed,
-    refuse_shared_keys,
-    walk,
-    warn_of_large_tensors,
-)
+from dist_checkpointing.validation import save_errors
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -107,8 +80,8 @@ class SaveOptions(TypedDict, total=False):
     trusted: bool
     base: str | PathLike[str] | None
     fingerprints: bool
-    replicas: ReplicaCheck
-    on_replica_mismatch: OnReplicaMismatch
+    replicas: replica_check.ReplicaCheck
+    on_replica_mismatch: replica_check.OnReplicaMismatch
     recipe: Recipe | None
 
 
@@ -188,7 +161,7 @@ class SaveJob:
         # What came of ``write_behind``, or the error that left it without copies.
         self._outcome: Outcome[driver.Written] = Outcome(_WRITING)
         self._of_ranks: Sequence[driver.Written] = ()
-        self._buffers: StagingBuffers | None = None
+        self._buffers: staging.StagingBuffers | None = None
 
     # Planning: no file is touched.
 
@@ -211,7 +184,7 @@ class SaveJob:
                 RankFacts.number,
             )
             if len({own.value.common for own in exchanged.facts}) > 1:
-                compare_common_state(lambda: self._common_digests, comm)
+                save_errors.compare_common_state(lambda: self._common_digests, comm)
             planning = self._planning or self._start_planning(comm)
             tables = planning.exchange(comm, exchanged if self._planning else None)
 
@@ -221,10 +194,10 @@ class SaveJob:
                 return index
 
             self._planned = Outcome.of(PLANNING, plan)
-            check = self._options.get("replicas", ReplicaCheck.OFF)
-            if check is not ReplicaCheck.OFF:
+            check = self._options.get("replicas", replica_check.ReplicaCheck.OFF)
+            if check is not replica_check.ReplicaCheck.OFF:
                 on_mismatch = self._options.get("on_replica_mismatch", "raise")
-                compare_replicas(self.leaves.values(), check, on_mismatch, comm)
+                replica_check.compare_replicas(self.leaves.values(), check, on_mismatch, comm)
             # They hold on to the caller's state.
             del self._planning
             vars(self).pop("_common_digests", None)
@@ -245,7 +218,7 @@ class SaveJob:
         self._make_writers(strategy)
         common = None
         if comm.world_size > 1 and self._options.get("validate_access_integrity", True):
-            common = number_of_digests(self._common_digests)
+            common = save_errors.number_of_digests(self._common_digests)
         if self.strategy.share_replicas is None:
             self._planning = self._start_planning(comm)
             tables, facts = self._planning.facts_of_rank()
@@ -261,15 +234,15 @@ class SaveJob:
         metadata = self._options.get("content_metadata")
         if metadata is not None:
             self.common[CONTENT_METADATA_KEY] = metadata
-        values = [*walk(self.common)]
-        refuse_distributed(values, parts.tensors, parts.objects)
+        values = [*save_errors.walk(self.common)]
+        save_errors.refuse_distributed(values, parts.tensors, parts.objects)
         makes_data = getattr(getattr(strategy, "planner", None), "makes_data", False)
-        check_data(parts.tensors, is_stored=not makes_data)
+        save_errors.check_data(parts.tensors, is_stored=not makes_data)
         values = values if self.rank == 0 else []  # only rank 0 writes them
         objects = parts.objects.items()
         written = {path: leaf for path, leaf in objects if is_main_replica(leaf.replica_id)}
         check_plain(values, written, trusted=self._options.get("trusted", False))
-        warn_of_large_tensors(values)
+        save_errors.warn_of_large_tensors(values)
         self.leaves, self.objects = parts.tensors, parts.objects
         if handles_objects(strategy):
             self.leaves, self.objects = chained(parts.tensors, parts.objects), {}
@@ -310,7 +283,7 @@ class SaveJob:
         self._destination, is_shared = (folder.destination, form), folder.disks is None
         if not writer.uses_object_stores:
             remedy = "Use the backend tensorstore, or a folder of a local or a shared disk."
-            require_local(folder.path, f"the backend {form}", remedy)
+            location.require_local(folder.path, f"the backend {form}", remedy)
             if not is_shared:
                 finding = Finding(
                     f"the backend {form} writes into a folder that all ranks see",
@@ -331,9 +304,11 @@ class SaveJob:
             require_sharing(writer, form, None if is_shared else folder.destination)
 
     @cached_property
-    def _common_digests(self) -> CommonDigests:
+    def _common_digests(self) -> save_errors.CommonDigests:
         preprocess = self._options.get("preprocess_common_before_consistancy_check")
-        return common_digests(self.common if preprocess is None else preprocess(dict(self.common)))
+        return save_errors.common_digests(
+            self.common if preprocess is None else preprocess(dict(self.common))
+        )
 
     def _start_planning(self, comm: Comm) -> SavePlanning:
         planning = self.strategy.planning(
@@ -352,8 +327,8 @@ class SaveJob:
         Where the chunks of the base make up larger ones of the save, it is cut like the base.
         """
         folder = self.folder.path
-        require_local(folder, "an incremental save")
-        path, index = as_local_folder(base).absolute(), self._planned.result
+        location.require_local(folder, "an incremental save")
+        path, index = location.as_local_folder(base).absolute(), self._planned.result
         form = self.strategy.backend, self.strategy.version
         # A planner of a user may know what it has planned to the last item.
         may_be_cut = (
@@ -380,7 +355,7 @@ class SaveJob:
             objects = sorted(set(self._others.key_column))
             names = [*self._common_writer.created_names(objects)]
             names += self.writer.created_names(index, world_size=comm.world_size)
-            refuse_shared_keys(index, self._others)
+            save_errors.refuse_shared_keys(index, self._others)
             return names
 
         before = self.folder.data
@@ -397,8 +372,8 @@ class SaveJob:
         is_all = self.folder.disks is None and self._options.get("base") is None and not is_packed
         # Nobody knows what else a writer of others makes of the values, or where.
         is_all &= self.writer.shares_files
-        if isinstance(folder, Path) and is_all and not is_there(folder):
-            check_room(folder, index.num_bytes)
+        if isinstance(folder, Path) and is_all and not location.is_there(folder):
+            location.check_room(folder, index.num_bytes)
 
     def _prepare_write(self, comm: Comm) -> None:
         """Get ready to write. The first thing in the body of an agreement."""
@@ -407,7 +382,7 @@ class SaveJob:
 
     # Copies, for a save in the background.
 
-    def prepare_copy(self, buffers: StagingBuffers, comm: Comm) -> None:
+    def prepare_copy(self, buffers: staging.StagingBuffers, comm: Comm) -> None:
         """Get ready to copy. The first thing in the body of an agreement."""
         self._prepare_write(comm)
         buffers.acquire()
@@ -424,9 +399,9 @@ class SaveJob:
         assert self._buffers is not None
         num_bytes = self._local_plan.num_bytes
         with self.meter.phase("copying", num_bytes):
-            self.common = detached_copy(self.common) if self.rank == 0 else {}
+            self.common = staging.detached_copy(self.common) if self.rank == 0 else {}
             if self.objects:
-                self._nested_objects = self._parts.nested(copied_objects(self.objects))
+                self._nested_objects = self._parts.nested(staging.copied_objects(self.objects))
             self.planner = self.strategy.stage(self._local_plan, self.planner, self._buffers)
             self._drop_leaves()
             self.meter.add(num_bytes)
@@ -443,7 +418,7 @@ class SaveJob:
         named += [(path_text(path), value) for path, value in common.items()]
         tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
         self._buffers.follow(tensor for _, tensor in tensors)
-        self._require_unchanged = change_check(tensors)
+        self._require_unchanged = staging.change_check(tensors)
 
     def capture_behind(self) -> None:
         """``capture`` in another thread, after ``watch_state``; an error is for ``write_local``."""
@@ -482,7 +457,10 @@ class SaveJob:
             raise self._outcome.error  # there are no copies
         num_bytes = self._local_plan.num_bytes
         what = f"what this rank writes ({num_bytes} bytes of tensors)"
-        with self.meter.phase("writing", num_bytes), explained_full_disk(self.folder.path, what):
+        with (
+            self.meter.phase("writing", num_bytes),
+            location.explained_full_disk(self.folder.path, what),
+        ):
             files = self._common_files
             if files is None:
                 files = self._write_common()
@@ -499,8 +477,7 @@ class SaveJob:
 
     def _save_number(self) -> int:
         # Ranks could mix up two saves that they finish later.
-        text = f"{self.folder.claimed.attempt} {self.step}"
-        return xxhash.xxh3_64_intdigest(text.encode()) >> 2
+        return xxhash.xxh3_64_intdigest(f"{self.folder.claimed.attempt} {self.step}".encode()) >> 2
 
     def _gather(self, write: Callable[[], driver.Written], comm: Comm) -> None:
         """Learn what all ranks have written. Collective."""
@@ -517,12 +494,11 @@ class SaveJob:
             self._write_common_first(comm)
             with comm.agreed(_WRITING):
                 request = self.strategy.request(self.folder.data)
-            written = driver.Written(save=self._save_number())
-            self._outcome = Outcome(_WRITING, written)
+            self._outcome = Outcome(_WRITING, driver.Written(save=self._save_number()))
             request.add_finalize_fn(lambda: self.finish(comm))
             return request
         with comm.agreed("copying the state"):
-            self.prepare_copy(StagingBuffers(), comm)
+            self.prepare_copy(staging.StagingBuffers(), comm)
             self.capture()
         return AsyncRequest(self.write_behind, (), [lambda: self.finish(comm)])
 

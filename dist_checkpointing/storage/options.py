@@ -77,8 +77,7 @@ class StorageOptions:
             for name in counts
             if getattr(self, name) < 1
         ]
-        if findings:
-            raise CheckpointingException("invalid storage options", findings)
+        CheckpointingException.raise_if(findings, "invalid storage options")
 
     def maps_files(self, folder: Path) -> bool:
         """Whether files in ``folder`` are read through a mapping."""

@@ -323,11 +323,10 @@ def change_check(tensors: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], No
     def require_unchanged() -> None:
         pairs = zip(tensors, before, strict=True)
         changed = {key: None for (key, tensor), version in pairs if _version(tensor) != version}
-        if changed:
-            remedy = "Call handle.captured.wait(), or handle.fence(optimizer), before the step."
-            problem = "changed while it was being captured"
-            findings = [Finding(problem, key, remedy=remedy) for key in changed]
-            raise CheckpointingException("the state changed before it was captured", findings)
+        remedy = "Call handle.captured.wait(), or handle.fence(optimizer), before the step."
+        problem = "changed while it was being captured"
+        findings = [Finding(problem, key, remedy=remedy) for key in changed]
+        CheckpointingException.raise_if(findings, "the state changed before it was captured")
 
     return require_unchanged
 

@@ -140,8 +140,7 @@ class AsyncCallsQueue:
                     before.exception()  # only to wait: finalizing that call raises its error
                 request.execute()
 
-            outcome = run_in_background(work, f"async-save-{self._next}")
-            self._calls.append((request, outcome))
+            self._calls.append((request, run_in_background(work, f"async-save-{self._next}")))
             self._next += 1
             return request.call_idx
 

@@ -523,8 +523,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         return result
 
     def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
-        index = self.make_reader(as_location(checkpoint_dir)).read_metadata()
-        return _whole_tensors(index)
+        return _whole_tensors(self.make_reader(as_location(checkpoint_dir)).read_metadata())
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
         reader = self.make_reader(as_location(checkpoint_dir))

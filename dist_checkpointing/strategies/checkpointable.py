@@ -42,8 +42,7 @@ class _WithoutMemory(torch.Tensor):
     def made(cls, shape: Sequence[int], like: torch.Tensor) -> Self:
         """A tensor of this shape, with the dtype and device of another tensor."""
         make = torch.Tensor._make_wrapper_subclass  # noqa: SLF001 - the name torch gives it
-        tensor: Self = make(cls, tuple(shape), dtype=like.dtype, device=like.device)
-        return tensor
+        return make(cls, tuple(shape), dtype=like.dtype, device=like.device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]

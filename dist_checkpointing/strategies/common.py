@@ -140,8 +140,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         for leaf in leaves.values():
             if is_main_replica(leaf.replica_id):
                 data = serialize(leaf.data, f"the ShardedObject {leaf.key!r}")
-                name = f"{leaf.unique_key}.pt"
-                sealed.append(SealedFile.put(root, name, data, self.durability))
+                sealed.append(SealedFile.put(root, f"{leaf.unique_key}.pt", data, self.durability))
         if self.durability is local_folder.Durability.FSYNC:
             location.fsync_folders([file.name for file in sealed], root, to_root=True)
         return sealed
@@ -176,8 +175,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
             if is_database(path.parent):
                 return {}
             finding = Finding("missing", path=str(path), remedy="Use another checkpoint.")
-            message = f"Common file {path} does not exist"
-            raise CorruptCheckpointError(message, [finding]) from error
+            raise CorruptCheckpointError(f"Common file {path} does not exist", [finding]) from error
         if not isinstance(common, dict):
             finding = Finding("not a dict", found=type(common).__name__, path=str(path))
             raise CorruptCheckpointError("the common state is damaged", [finding])
@@ -191,9 +189,8 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         files = dict(zip(leaves, _object_files(leaves.values(), root), strict=True))
         missing = [leaves[path] for path, file in files.items() if file is None]
         findings = list(_missing(missing, root)) if missing else []
-        if findings:
-            message = "Object shard not found" if len(findings) == 1 else "Object shards not found"
-            raise StateMismatchError(message, findings)
+        message = "Object shard not found" if len(findings) == 1 else "Object shards not found"
+        StateMismatchError.raise_if(findings, message)
         values = {path: _load(file, trusted=self.trusted) for path, file in files.items() if file}
         result: StateDict = unflatten(skeleton, values)
         return result

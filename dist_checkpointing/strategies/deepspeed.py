@@ -24,14 +24,9 @@ from dist_checkpointing.format.foreign_formats import deepspeed_step
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, values_of_part
 from dist_checkpointing.mapping import tensor_memory
 from dist_checkpointing.mapping.nested_dicts import MISSING, mapped
+from dist_checkpointing.strategies import tensor_files
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.safe_pickle import deserialize
-from dist_checkpointing.strategies.tensor_files import (
-    TensorFiles,
-    TensorFilesCommonStrategy,
-    TensorFilesReader,
-    TensorRow,
-)
 
 _MODEL = "mp_rank_00_model_states.pt"
 _ZERO_KEY = "optimizer_state_dict"
@@ -99,7 +94,7 @@ class _Share:
     groups: Sequence[Mapping[str, Any]]
 
 
-class DeepSpeedFiles(TensorFiles):
+class DeepSpeedFiles(tensor_files.TensorFiles):
     """A DeepSpeed checkpoint by parameter name, with the keys of ``TorchState``.
 
     The master weights are ``model.NAME``, their optimizer state is ``optimizer.state.NAME.exp_avg``
@@ -208,8 +203,7 @@ class DeepSpeedFiles(TensorFiles):
             if wrong and not findings:
                 expected, numbers = f"files of ranks 0 to {max(ranks)}", tuple(sorted(wrong))
                 findings.append(Finding(problem, None, expected, None, numbers, path, remedy))
-        if findings:
-            raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
+        CorruptCheckpointError.raise_if(findings, "the files of the ranks do not fit together")
         return [*shares.values()]
 
     def _universal(
@@ -290,7 +284,7 @@ class DeepSpeedFiles(TensorFiles):
                 segment = _Segment.of(first, ("module", name), value, 0, value.numel())
                 self._add(key, tuple(value.shape), [segment])
 
-    def _rows(self) -> list[TensorRow]:
+    def _rows(self) -> list[tensor_files.TensorRow]:
         findings, rows = [], []
         for key, (shape, segments, begins) in self._segments.items():
             dtype = segments[0].dtype if segments else torch.float32
@@ -302,11 +296,9 @@ class DeepSpeedFiles(TensorFiles):
                 elif part.dtype is not dtype:
                     findings.append(Finding("two dtypes", key, dtype, part.dtype, path=path))
             if begins[-1] != math.prod(shape):
-                problem = "parts of it are missing"
-                findings.append(Finding(problem, key, shape, path=str(self.path)))
+                findings.append(Finding("parts of it are missing", key, shape, path=str(self.path)))
             rows.append((key, dtype, shape))
-        if findings:
-            raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
+        CorruptCheckpointError.raise_if(findings, "the files of the ranks do not fit together")
         return [(key, tensor_memory.from_torch(dtype), shape) for key, dtype, shape in rows]
 
     def _copy(self, key: str, box: Box, out: torch.Tensor) -> None:
@@ -327,7 +319,7 @@ class DeepSpeedFiles(TensorFiles):
                     target.copy_(values[common.relative_to(part.offset).slices()])
 
 
-class DeepSpeedReader(TensorFilesReader):
+class DeepSpeedReader(tensor_files.TensorFilesReader):
     """Reads a DeepSpeed checkpoint."""
 
     files_type: ClassVar[type[DeepSpeedFiles]] = DeepSpeedFiles
@@ -340,7 +332,7 @@ class DeepSpeedLoadShardedStrategy(PlannedLoadStrategy):
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("deepspeed", 1)})
 
 
-class DeepSpeedCommonLoadStrategy(TensorFilesCommonStrategy):
+class DeepSpeedCommonLoadStrategy(tensor_files.TensorFilesCommonStrategy):
     """Reads what DeepSpeed keeps beside tensors."""
 
     files_type: ClassVar[type[DeepSpeedFiles]] = DeepSpeedFiles

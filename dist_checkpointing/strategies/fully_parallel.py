@@ -202,8 +202,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             return pack(describe(rows, comm.rank))
 
         def writers_of(packed: Sequence[bytes]) -> frozenset[tuple[int, int]]:
-            tables = [PackedTable(data, rank) for rank, data in enumerate(packed)]
-            catalog = concatenate(tables)
+            catalog = concatenate([PackedTable(data, rank) for rank, data in enumerate(packed)])
             planner = BalancedSavePlanner()
             planner.layout = WholeShardLayout()
             written, _ = planner.assign(catalog, len(packed))

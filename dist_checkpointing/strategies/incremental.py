@@ -28,17 +28,7 @@ from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.local_folder import share_file
 from dist_checkpointing.filesystem.location import require_local
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.checksums import (
-    ChecksumColumns,
-    Digest,
-    Uint64s,
-    bytes_of,
-    columns_of,
-    digest_of,
-    digest_of_array,
-    read_digests,
-    upper_name,
-)
+from dist_checkpointing.format import checksums
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.geometry import Ints, row_bytes
 from dist_checkpointing.format.index import Index, read_index
@@ -142,7 +132,7 @@ class BaseParts:
     seal: Seal
     index: Index
     same_box: Bools
-    digests: Uint64s
+    digests: checksums.Uint64s
 
     def is_in_place(self) -> bool:
         """Whether the base is still the same save, committed: no file of another one was shared."""
@@ -165,20 +155,19 @@ def open_base(reader: StorageReader, table: ShardTable) -> BaseParts | None:
     seal = read_seal(folder)
     used = sorted({table.names[number] for number in np.unique(table.keys).tolist()})
     tables = [] if seal is None or seal.is_open else seal.tables_with(used)
-    if seal is None or any(upper_name(name) not in seal.files for name in tables):
+    if seal is None or any(checksums.upper_name(name) not in seal.files for name in tables):
         logger.info("nothing is shared with %s, which has no 128-bit digests", folder)
         return None
     describing = [name for name in reader.describing_names(used) if name in seal.files]
-    findings = check_files(seal, folder, [*describing, *tables, *map(upper_name, tables)])
-    if findings:
-        raise CorruptCheckpointError("the base is damaged", findings)
+    findings = check_files(seal, folder, [*describing, *tables, *map(checksums.upper_name, tables)])
+    CorruptCheckpointError.raise_if(findings, "the base is damaged")
     index = reader.read_metadata()
     same_dtype = _has_same_dtype(table, index)
     same_box = np.zeros(len(table), dtype=np.bool_)
     digests = np.zeros((len(table), 2), dtype=np.uint64)
     row_of = {part: row for row, part in enumerate(_boxes(table))}
     for name in tables:
-        stored, uppers = read_digests(folder, name)
+        stored, uppers = checksums.read_digests(folder, name)
         for position, part in enumerate(_boxes(stored)):
             row = row_of.get(part)
             if row is not None:
@@ -187,7 +176,7 @@ def open_base(reader: StorageReader, table: ShardTable) -> BaseParts | None:
     return BaseParts(folder, seal, index, same_box, digests)
 
 
-def _boxes(table: ShardTable | ChecksumColumns) -> list[tuple[str, bytes]]:
+def _boxes(table: ShardTable | checksums.ChecksumColumns) -> list[tuple[str, bytes]]:
     """Key and box of each row, in a form that can be compared."""
     ndim = table.ndim.astype(np.int64)
     columns = [ndim, table.is_object.astype(np.int64), *table.flat.T]
@@ -235,7 +224,9 @@ class PlanDigests:
         digests = dict(zip([*small, *large], made, strict=True))
         digests.update(self._digests_of_copies([row for row in digests if digests[row] is None]))
         order = np.array(list(digests), dtype=np.int64)
-        self.columns[order] = columns_of([digest for digest in digests.values() if digest])
+        self.columns[order] = checksums.columns_of(
+            [digest for digest in digests.values() if digest]
+        )
         self.known[order] = True
 
     def digest(self, row: int) -> bytes | None:
@@ -246,24 +237,24 @@ class PlanDigests:
         """Whether a tensor begins with these bytes."""
         data: torch.Tensor = self.data_of(row)
         values = data.detach().contiguous().reshape(-1)[: len(head) // data.dtype.itemsize]
-        return bytes_of(tensor_memory.as_numpy(values.cpu())) == head
+        return checksums.bytes_of(tensor_memory.as_numpy(values.cpu())) == head
 
     def _digest(self, row: int) -> bytes | None:
         """The digest of a row; None if its values must be copied from elsewhere first."""
         data = self.data_of(row)
         if self._table.is_object[row]:
             value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
-            return digest_of(value, len(value))
+            return checksums.digest_of(value, len(value))
         array = tensor_memory.fillable(data.detach().contiguous(), data.dtype)
-        return None if array is None else digest_of_array(array)
+        return None if array is None else checksums.digest_of_array(array)
 
     def _digests_of_copies(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """The digests of tensors on GPUs, and of those whose memory holds other values."""
         copies = HostBlocks(self._options.buffer_bytes, lambda: None).of(map(self.data_of, rows))
         for number, blocks in groupby(copies, key=itemgetter(0)):
-            digest = Digest()
+            digest = checksums.Digest()
             for _, block in blocks:
-                digest.update(bytes_of(tensor_memory.as_numpy(block.contiguous())))
+                digest.update(checksums.bytes_of(tensor_memory.as_numpy(block.contiguous())))
             yield rows[number], digest.digest()
 
 
@@ -282,8 +273,7 @@ class Candidates(Columns):
     extents: Int64s
 
     def bytes_in_files(self) -> Int64s:
-        sums = np.bincount(self.extents[:, 0], self.extents[:, 2], len(self.files))
-        return sums.astype(np.int64)
+        return np.bincount(self.extents[:, 0], self.extents[:, 2], len(self.files)).astype(np.int64)
 
 
 def share_parts(

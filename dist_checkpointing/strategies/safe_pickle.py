@@ -162,8 +162,7 @@ def serialize(value: object, what: str) -> bytes:
         names, _ = check_torch_file(content)
         refused = _refused_globals(buffer) if names else []
     except ValueError as error:
-        reason = f"a value that every load refuses ({error})"
-        refused = [*_refused_globals(buffer), reason]
+        refused = [*_refused_globals(buffer), f"a value that every load refuses ({error})"]
     hidden = [name for name in refused if name.startswith("dist_checkpointing.mapping")]
     if hidden:
         problem, found = f"a sharded leaf is inside an object of {what}", ", ".join(hidden)
@@ -381,11 +380,9 @@ def check_plain(
         else:
             problem = f"a {name} is not plain data, and load would refuse it{entry.where}"
             refused.append(Finding(problem, entry.key, found=text, remedy=_REMEDY))
-    if invalid:
-        raise InvalidShardingError("values of the state dict cannot be saved", invalid)
-    if refused:
-        message = "values of the state dict could be saved, but load would refuse them"
-        raise UnsupportedFormatError(message, refused)
+    InvalidShardingError.raise_if(invalid, "values of the state dict cannot be saved")
+    message = "values of the state dict could be saved, but load would refuse them"
+    UnsupportedFormatError.raise_if(refused, message)
 
 
 def _name(value: object) -> str:

@@ -13,12 +13,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding
 from dist_checkpointing.filesystem.location import as_location, is_seen, relative
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.commit import (
-    CheckpointingConfig,
-    data_folder,
-    is_committed,
-    read_config,
-)
+from dist_checkpointing.format import commit
 from dist_checkpointing.format.foreign_formats import is_database
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
@@ -100,7 +95,7 @@ def select_strategy(
 class LoadStrategies:
     """What reads a checkpoint."""
 
-    config: CheckpointingConfig
+    config: commit.CheckpointingConfig
     sharded: PlannedLoadStrategy
     common: LoadCommonStrategy
 
@@ -125,7 +120,7 @@ def open_checkpoint(
         StrategyNotFoundError: if no strategy reads its backend.
         UnsupportedFormatError: if the strategy that the caller chose does not read it.
     """
-    config = read_config(checkpoint_dir)
+    config = commit.read_config(checkpoint_dir)
     return LoadStrategies(
         config,
         sharded_reader(config, sharded_strategy, trusted=trusted),
@@ -134,7 +129,7 @@ def open_checkpoint(
 
 
 def sharded_reader(
-    config: CheckpointingConfig,
+    config: commit.CheckpointingConfig,
     sharded_strategy: Selection[LoadShardedStrategy] = None,
     *,
     trusted: bool = False,
@@ -147,7 +142,7 @@ def sharded_reader(
 
 
 def common_reader(
-    config: CheckpointingConfig,
+    config: commit.CheckpointingConfig,
     common_strategy: Selection[LoadCommonStrategy] = None,
     *,
     trusted: bool = False,
@@ -209,7 +204,7 @@ class OpenedCheckpoint:
 
         @paused_collector()
         def opened() -> tuple[OpenedCheckpoint, T]:
-            folder = data_folder(checkpoint_dir)
+            folder = commit.data_folder(checkpoint_dir)
             # First: what another save begins to write afterwards must not pass for this checkpoint.
             save_number = number_of_save(folder)
             strategies = open_checkpoint(folder, sharded_strategy, common_strategy, trusted=trusted)
@@ -225,7 +220,7 @@ class OpenedCheckpoint:
                 raise
         root = as_location(checkpoint_dir)
         with comm.agreed(step):
-            if comm.rank and not is_seen(lambda: is_committed(root) or is_database(root)):
+            if comm.rank and not is_seen(lambda: commit.is_committed(root) or is_database(root)):
                 problem = "rank 0 sees a checkpoint here, and this rank does not"
                 remedy = "Load from a file system that all ranks share, under the same path."
                 finding = Finding(problem, path=str(root / CONFIG_FNAME), remedy=remedy)
@@ -235,7 +230,7 @@ class OpenedCheckpoint:
     def is_unchanged(self) -> bool:
         """Whether no other save or removal has begun here since this was opened."""
         # An overwrite takes the commit back first, and notes itself once all is cleared.
-        is_there = self.save_number == 0 or is_committed(self.folder)
+        is_there = self.save_number == 0 or commit.is_committed(self.folder)
         return is_there and number_of_save(self.folder) == self.save_number
 
     def read_index(self, parts: StateDictParts, *, is_kept: bool, is_whole: bool) -> None:
@@ -276,8 +271,7 @@ class OpenedCheckpoint:
                 return {}, {}
             return replaced(objects, [leaf.without_data() for leaf in objects.values()]), {}
         with self.comm.agreed("reading the sharded objects"):
-            nested = parts.nested(objects)
-            values = self.strategies.common.load_sharded_objects(nested, self.folder)
+            values = self.strategies.common.load_sharded_objects(parts.nested(objects), self.folder)
             return {}, {path: value_at(values, path) for path in objects}
 
     def read(

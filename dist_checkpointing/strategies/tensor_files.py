@@ -108,8 +108,7 @@ class TensorFiles(ABC):
             for file, state in zip(self.paths, self._states, strict=True)
             if _state(file) != state
         ]
-        if findings:
-            raise CorruptCheckpointError("a file changed while it was read", findings)
+        CorruptCheckpointError.raise_if(findings, "a file changed while it was read")
 
 
 def extents(cells: Iterable[Ints]) -> Ints:
@@ -147,9 +146,6 @@ class TensorFilesReader(StorageReader):
 
     def read_metadata(self) -> Index:
         return self._files().index
-
-    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        return []
 
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         """Nothing: opening the files has checked it."""

@@ -27,6 +27,7 @@ from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.chunking import RowBlockLayout
 from dist_checkpointing.storage.interface import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.storage.options import Durability
+from dist_checkpointing.strategies import tensor_files
 from dist_checkpointing.strategies.base import (
     PathOrStr,
     PlannedLoadStrategy,
@@ -35,14 +36,6 @@ from dist_checkpointing.strategies.base import (
 )
 from dist_checkpointing.strategies.data_files import write_window
 from dist_checkpointing.strategies.safe_pickle import deserialize
-from dist_checkpointing.strategies.tensor_files import (
-    NoCommonFiles,
-    TensorFiles,
-    TensorFilesCommonStrategy,
-    TensorFilesReader,
-    TensorRow,
-    extents,
-)
 from dist_checkpointing.strategies.torch_archives import entries
 from dist_checkpointing.threads import in_threads
 
@@ -64,7 +57,7 @@ _Content = tuple[dict[str, torch.Tensor], dict[str, dict[Ints, Any]], dict[Any, 
 """Tensors by path, sharded objects cell by cell, and the rest."""
 
 
-class TorchFile(TensorFiles):
+class TorchFile(tensor_files.TensorFiles):
     """A file of torch.save: its tensors by path, joined by dots; the rest is common state.
 
     Args:
@@ -93,8 +86,7 @@ class TorchFile(TensorFiles):
             finding = Finding("expected a dict", found=type(content).__name__, path=str(file))
             raise CheckpointingException("not a file of tensors", [finding])
         content = dict(content)
-        is_common = isinstance(content.get(COMMON_KEY), dict)
-        common = content.pop(COMMON_KEY) if is_common else {}
+        common = content.pop(COMMON_KEY) if isinstance(content.get(COMMON_KEY), dict) else {}
         cells = content.pop(OBJECTS_KEY) if _are_objects(content.get(OBJECTS_KEY)) else {}
         tensors: dict[str, torch.Tensor] = {}
         for path, leaf in flatten(content)[0].items():
@@ -112,7 +104,7 @@ class TorchFile(TensorFiles):
         out.copy_(self._content(self.path)[0][key][box.slices()])
 
 
-class TorchFileReader(TensorFilesReader):
+class TorchFileReader(tensor_files.TensorFilesReader):
     """Reads a file of torch.save."""
 
     files_type: ClassVar[type[TorchFile]] = TorchFile
@@ -195,10 +187,10 @@ class TorchFileSaveShardedStrategy(PlannedSaveStrategy):
     ) -> SaveCommonStrategy:
         assert isinstance(writer, TorchFileWriter)
         writer.common = loadable(common_state_dict)
-        if lost := common_state_dict.keys() - writer.common.keys():
-            findings = [Finding("torch.load would refuse it", str(name)) for name in sorted(lost)]
-            raise UnsupportedFormatError("this cannot be kept in a file of torch.save", findings)
-        return NoCommonFiles(BACKEND, 1)
+        lost = sorted(common_state_dict.keys() - writer.common.keys())
+        findings = [Finding("torch.load would refuse it", str(name)) for name in lost]
+        UnsupportedFormatError.raise_if(findings, "this cannot be kept in a file of torch.save")
+        return tensor_files.NoCommonFiles(BACKEND, 1)
 
 
 class TorchFileLoadShardedStrategy(PlannedLoadStrategy):
@@ -216,7 +208,7 @@ class TorchFileLoadShardedStrategy(PlannedLoadStrategy):
     can_handle_sharded_objects = True
 
 
-class TorchFileCommonLoadStrategy(TensorFilesCommonStrategy):
+class TorchFileCommonLoadStrategy(tensor_files.TensorFilesCommonStrategy):
     """Reads what a file of torch.save holds beside tensors."""
 
     files_type: ClassVar[type[TorchFile]] = TorchFile
@@ -230,7 +222,7 @@ def _are_objects(value: object) -> bool:
         and isinstance(cells, dict)
         and all(isinstance(c, tuple) and all(type(i) is int and i >= 0 for i in c) for c in cells)
         and len({len(cell) for cell in cells}) == 1
-        and math.prod(extents(cells)) == len(cells)
+        and math.prod(tensor_files.extents(cells)) == len(cells)
         for key, cells in value.items()
     )
 
@@ -246,7 +238,10 @@ def _is_storable(leaf: object) -> bool:
 
 
 def create(
-    path: Path, rows: Sequence[TensorRow], common: Mapping[Any, Any], objects: Mapping[str, Any]
+    path: Path,
+    rows: Sequence[tensor_files.TensorRow],
+    common: Mapping[Any, Any],
+    objects: Mapping[str, Any],
 ) -> dict[str, int]:
     """Create a file that ``torch.load(weights_only=True)`` reads, with room for the tensors.
 

@@ -210,8 +210,7 @@ class ForeignReader(StorageReader):
                 if value is not data:
                     data.detach().copy_(value)
                 self.report(data.nbytes)
-        if findings:
-            raise StateMismatchError("the strategy did not load what was wanted", findings)
+        StateMismatchError.raise_if(findings, "the strategy did not load what was wanted")
         return done(None)
 
 

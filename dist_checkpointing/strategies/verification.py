@@ -24,15 +24,7 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.format.checksums import (
-    Array,
-    ChecksumColumns,
-    StoredPart,
-    checksum,
-    checksum_of,
-    checksums_at,
-    read_tables,
-)
+from dist_checkpointing.format import checksums
 from dist_checkpointing.format.geometry import (
     Box,
     Ints,
@@ -45,7 +37,6 @@ from dist_checkpointing.format.geometry import (
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, tensor_memory
-from dist_checkpointing.mapping.nested_dicts import DictKey, Path as TreePath
 from dist_checkpointing.planning import DefaultLoadPlanner, MetadataIndex
 from dist_checkpointing.planning.load_plan import WantedTable, contiguous_ranges, misfits
 from dist_checkpointing.planning.shard_table import Bools, Int64s
@@ -62,6 +53,7 @@ from dist_checkpointing.threads import in_threads, paused_collector
 logger: logging.Logger = logging.getLogger(__name__)
 FLIPPED: Final = "checksum differs: bits were flipped after it was saved"
 _ALIGNMENT_BYTES: Final = 64
+_OTHER: Final = "stored data is not what was saved"
 _BLOCK_ROWS: Final = 1024
 
 _MOST_ELEMENTS: Final = 2.0**40
@@ -72,17 +64,17 @@ _MOST_ELEMENTS: Final = 2.0**40
 class FilledRows:
     """Stored parts that a load puts whole and as they are into runs of CPU memory, one a row."""
 
-    table: ChecksumColumns
+    table: checksums.ChecksumColumns
     addresses: Int64s
     num_bytes: Int64s
 
-    def differing(self, report: Callable[[int], None]) -> list[tuple[StoredPart, int]]:
+    def differing(self, report: Callable[[int], None]) -> list[tuple[checksums.StoredPart, int]]:
         """The parts whose memory does not have the checksum of the save, with the one it has."""
-        differ: list[tuple[StoredPart, int]] = []
+        differ: list[tuple[checksums.StoredPart, int]] = []
         for start in range(0, len(self.addresses), _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)
             num_bytes = self.num_bytes[block]
-            found = checksums_at(self.addresses[block], num_bytes)
+            found = checksums.checksums_at(self.addresses[block], num_bytes)
             is_other = found != self.table.digests[block]
             if is_other.any():
                 parts = self.table.parts_at(start + np.flatnonzero(is_other))
@@ -92,7 +84,7 @@ class FilledRows:
 
 
 def filled_rows(
-    tables: Sequence[ChecksumColumns], wanted: WantedTable, index: Index
+    tables: Sequence[checksums.ChecksumColumns], wanted: WantedTable, index: Index
 ) -> tuple[list[FilledRows], Bools]:
     """The small stored parts that lie in runs of the memory of leaves.
 
@@ -143,7 +135,7 @@ def filled_rows(
 
 
 def _locate(
-    table: ChecksumColumns, rows: Int64s, wanted: WantedTable, leaves: Int64s
+    table: checksums.ChecksumColumns, rows: Int64s, wanted: WantedTable, leaves: Int64s
 ) -> tuple[Int64s, Int64s, Bools, Bools]:
     """Where stored parts lie in the memory of leaves.
 
@@ -180,7 +172,7 @@ def _locate(
 _BLOCK_BYTES: Final = 2**22
 """At most so much of what does not lie in one run of CPU memory is copied at a time."""
 
-FilledPart = tuple[StoredPart, torch.Tensor]
+FilledPart = tuple[checksums.StoredPart, torch.Tensor]
 """A part, with its checksum, that a load puts whole and as it is into the memory of one leaf."""
 
 
@@ -189,8 +181,10 @@ Filled = tuple[Sequence[FilledPart], Sequence[FilledRows]]
 
 
 def split_filled(
-    parts: Mapping[str, Sequence[StoredPart]], leaves: Sequence[ShardedTensor], index: Index
-) -> tuple[list[FilledPart], list[StoredPart]]:
+    parts: Mapping[str, Sequence[checksums.StoredPart]],
+    leaves: Sequence[ShardedTensor],
+    index: Index,
+) -> tuple[list[FilledPart], list[checksums.StoredPart]]:
     """The stored parts that leaves get whole, and the other ones that leaves get something of."""
     wanted: dict[str, list[ShardedTensor]] = {}
     for leaf in leaves:
@@ -211,7 +205,9 @@ def split_filled(
     return filled, others
 
 
-def values_of(leaf: ShardedTensor, part: StoredPart, dtype: torch.dtype) -> torch.Tensor | None:
+def values_of(
+    leaf: ShardedTensor, part: checksums.StoredPart, dtype: torch.dtype
+) -> torch.Tensor | None:
     """The memory of a leaf that holds a stored part; None if it does not hold all of it as is."""
     data, box, wanted, stored = leaf.data, leaf.box, leaf.flat_range, part.flat_range
     if data is None or data.dtype is not dtype:
@@ -242,9 +238,9 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
     small = [pair for pair in parts if pair[1].nbytes <= SMALL_BYTES]
     large = [pair for pair in parts if pair[1].nbytes > SMALL_BYTES]
 
-    def compare(filled: FilledPart) -> tuple[StoredPart, int]:
+    def compare(filled: FilledPart) -> tuple[checksums.StoredPart, int]:
         part, values = filled
-        found = checksum_of(_blocks(values))
+        found = checksums.checksum_of(_blocks(values))
         meter.add(values.nbytes)
         return part, found
 
@@ -263,11 +259,10 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
         for part, found in digests
         if found != part.digest
     ]
-    if findings:
-        raise CheckpointingException("what was loaded is not what is stored", findings)
+    CheckpointingException.raise_if(findings, "what was loaded is not what is stored")
 
 
-def _blocks(values: torch.Tensor) -> Iterator[Array]:
+def _blocks(values: torch.Tensor) -> Iterator[checksums.Array]:
     """The values of a tensor on any device, as contiguous arrays in C order."""
     values = values.detach()
     if tensor_memory.is_plain_memory(values):
@@ -358,12 +353,12 @@ class Verifier:
                     cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
                     known = [cell for table in tables for cell in table.objects()]
                     findings += damage_of_objects(cells, known, reader)
-                _require_none(findings)
+                CorruptCheckpointError.raise_if(findings, _OTHER)
         return filled
 
     def _tables(
         self, wanted: WantedTable, seal: Seal | None, *, has_objects: bool
-    ) -> list[ChecksumColumns]:
+    ) -> list[checksums.ChecksumColumns]:
         """The tables of checksums, after all files that the seal speaks of have been compared."""
         opened, objects = self.opened, self.objects
         folder, index, keys = opened.folder, opened.index, dict.fromkeys(wanted.keys)
@@ -373,7 +368,7 @@ class Verifier:
                 folder,
                 "has no seal" if seal is None else "has an open seal (an interrupted removal)",
             )
-            tables = read_tables(folder)
+            tables = checksums.read_tables(folder)
         else:
             by_common = [] if has_objects else objects
             names = [*opened.strategies.common.file_names(by_common, folder)]
@@ -383,8 +378,9 @@ class Verifier:
             if keys or has_objects:
                 names += opened.reader.describing_names(keys)
             asked = seal.tables_with([*keys, *(leaf.key for leaf in objects)])
-            _require_none(check_config(seal, folder) + check_files(seal, folder, [*names, *asked]))
-            tables = read_tables(folder, asked)
+            findings = check_config(seal, folder) + check_files(seal, folder, [*names, *asked])
+            CorruptCheckpointError.raise_if(findings, _OTHER)
+            tables = checksums.read_tables(folder, asked)
         has_parts = any((part.is_object == 0).any() for part in tables)
         if not has_parts and any(0 not in index[k].global_shape for k in keys if k in index):
             finding = Finding(
@@ -396,14 +392,9 @@ class Verifier:
         return tables
 
 
-def _require_none(findings: Sequence[Finding]) -> None:
-    if findings:
-        raise CorruptCheckpointError("stored data is not what was saved", findings)
-
-
 def _looked_up(
-    tables: Sequence[ChecksumColumns], wanted: WantedTable, index: Index
-) -> tuple[Filled, list[StoredPart], list[Finding]]:
+    tables: Sequence[checksums.ChecksumColumns], wanted: WantedTable, index: Index
+) -> tuple[Filled, list[checksums.StoredPart], list[Finding]]:
     """The parts that fill memory, the others that are wanted, and what no checksum speaks of."""
     rows: list[FilledRows] = []
     with paused_collector():
@@ -422,17 +413,16 @@ def _looked_up(
 
 
 def parts_of(
-    tables: Iterable[ChecksumColumns], keys: Iterable[str], index: Index
-) -> tuple[dict[str, list[StoredPart]], list[Finding]]:
+    tables: Iterable[checksums.ChecksumColumns], keys: Iterable[str], index: Index
+) -> tuple[dict[str, list[checksums.StoredPart]], list[Finding]]:
     """The parts of tensors that have a checksum, by key; and of which tensor they are not all."""
-    parts: dict[str, list[StoredPart]] = {key: [] for key in keys}
+    parts: dict[str, list[checksums.StoredPart]] = {key: [] for key in keys}
     for part in (part for table in tables for part in table.parts(parts)):
         parts[part.key].append(part)
-    findings = [f for key, known in parts.items() for f in not_covered(index[key], known)]
-    return parts, findings
+    return parts, [f for key, known in parts.items() for f in not_covered(index[key], known)]
 
 
-def not_covered(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Finding]:
+def not_covered(stored: StoredTensor, checked: Sequence[checksums.StoredPart]) -> list[Finding]:
     """What the checksums do not say of a tensor: a lost row must not let its part pass."""
     if not all(part.lies_in(stored.global_shape) for part in checked):
         return [Finding("a checksum of what is no part of the tensor", stored.key)]
@@ -445,7 +435,7 @@ def not_covered(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Fin
 
 
 def damage_of_objects(
-    cells: Iterable[tuple[str, Ints]], known: Iterable[StoredPart], reader: StorageReader
+    cells: Iterable[tuple[str, Ints]], known: Iterable[checksums.StoredPart], reader: StorageReader
 ) -> list[Finding]:
     """Compare the bytes of objects that lie among the tensors with their checksums."""
     if isinstance(reader, ForeignReader):
@@ -458,7 +448,7 @@ def damage_of_objects(
             findings.append(Finding(f"there is no checksum for cell {cell} of the object", key))
             continue
         try:
-            found = checksum(np.frombuffer(reader.object_bytes(key, cell), np.uint8))
+            found = checksums.checksum(np.frombuffer(reader.object_bytes(key, cell), np.uint8))
         except CorruptCheckpointError as error:
             findings += in_words(error)
             continue
@@ -470,7 +460,7 @@ def damage_of_objects(
 
 
 def damage_of(
-    parts: Sequence[StoredPart], reader: StorageReader, index: Index, meter: Meter
+    parts: Sequence[checksums.StoredPart], reader: StorageReader, index: Index, meter: Meter
 ) -> list[Finding]:
     """Read stored parts, compare those that have a checksum, and say what is wrong with which.
 
@@ -496,25 +486,25 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _damage_of_batch(
-    batch: Sequence[tuple[StoredPart, int]],
+    batch: Sequence[tuple[checksums.StoredPart, int]],
     reader: StorageReader,
     index: Index,
     memory: torch.Tensor,
 ) -> list[Finding]:
     """Read parts, given with their bytes, into memory, and compare them."""
-    leaves: dict[TreePath, ShardedTensor] = {}
+    leaves: list[ShardedTensor] = []
     values: list[torch.Tensor] = []
     start = 0
-    for number, (part, size) in enumerate(batch):
+    for part, size in batch:
         leaf = ShardedTensor.of_box(index[part.key], part.box, part.flat_range)
         flat = memory[start : start + size].view(leaf.dtype)
         leaf.data = flat.view(part.box.shape if part.flat_range is None else -1)
-        leaves[DictKey(number),] = leaf
+        leaves.append(leaf)
         values.append(leaf.data)
         start += _aligned(size)
     try:
         # Not by the planner of the strategy: it may put other values into memory.
-        read(leaves, index, None, reader, SingleProcess())
+        read(WantedTable.of(leaves), index, None, reader, SingleProcess())
     except RankFailedError as error:
         raise cause_of(error) from None
     except (CorruptCheckpointError, StateMismatchError) as error:
@@ -531,12 +521,12 @@ def _damage_of_batch(
         other_digest(FLIPPED, part, found, path=reader.location(stored_chunk(part, index)))
         for (part, _), value in zip(batch, values, strict=True)
         if part.digest is not None
-        for found in [checksum(tensor_memory.as_numpy(value))]
+        for found in [checksums.checksum(tensor_memory.as_numpy(value))]
         if found != part.digest
     ]
 
 
-def other_digest(problem: str, part: StoredPart, digest: int, **details: Any) -> Finding:
+def other_digest(problem: str, part: checksums.StoredPart, digest: int, **details: Any) -> Finding:
     """That a part has another checksum than the save has kept."""
     expected, found = f"{part.digest or 0:016x}", f"{digest:016x} in {part.box}"
     return Finding(problem, part.key, expected, found, **details)
@@ -558,7 +548,7 @@ def in_words(error: CheckpointingException) -> list[Finding]:
     ]
 
 
-def _unreadable(part: StoredPart, error: CheckpointingException) -> list[Finding]:
+def _unreadable(part: checksums.StoredPart, error: CheckpointingException) -> list[Finding]:
     """What is wrong with a part that cannot be read; every finding names its key and place."""
     findings = in_words(error) or [Finding(str(error))]
     return [
@@ -571,7 +561,7 @@ def _unreadable(part: StoredPart, error: CheckpointingException) -> list[Finding
     ]
 
 
-def stored_chunk(part: StoredPart, index: Index) -> MetadataIndex:
+def stored_chunk(part: checksums.StoredPart, index: Index) -> MetadataIndex:
     """The chunk or piece in which a part begins."""
     tensor = index[part.key]
     if tensor.pieces is None:

@@ -71,8 +71,7 @@ def chunk_keys(table: ReadTable | ShardTable, index: Index, naming: ChunkNames) 
     is_first = on_grid & ~numbers.any(axis=1)
     ndim = table.ndim.tolist()
     ends = {axes: "/" + naming.chunk((0,) * axes) for axes in {*ndim}}
-    rows = zip(keys.tolist(), ndim, strict=True)
-    found = [folders[key] + ends[axes] for key, axes in rows]
+    found = [folders[key] + ends[axes] for key, axes in zip(keys.tolist(), ndim, strict=True)]
     for row in np.flatnonzero(~is_first).tolist():
         folder, axes = folders[int(keys[row])], ndim[row]
         if on_grid[row]:

@@ -17,11 +17,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from dist_checkpointing import __version__
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.tools.report import fail, print_json
+from dist_checkpointing.tools.report import EXIT_INTERRUPTED, fail, print_json
 from dist_checkpointing.tools.torchrun import IS_SILENT
 
 EXIT_BAD_INPUT: Final = 2
-EXIT_INTERRUPTED: Final = 130
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "ls": ("ls:ls", "List a checkpoint, or the steps of a run; follow its saves."),

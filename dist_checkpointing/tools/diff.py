@@ -24,12 +24,8 @@ from dist_checkpointing.format.file_names import EVERY_KEY, WHOLE_KEY, is_of_opt
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.storage.streaming import DEFAULT_MEMORY_BYTES
+from dist_checkpointing.strategies import registry
 from dist_checkpointing.strategies.base import PlannedSaveStrategy
-from dist_checkpointing.strategies.registry import (
-    StrategyAction,
-    available_strategies,
-    get_default_strategy,
-)
 from dist_checkpointing.tools import values
 from dist_checkpointing.tools.ls import Pattern
 from dist_checkpointing.tools.opening import CheckpointArgument, Memory, Trusted, open_named
@@ -44,7 +40,6 @@ from dist_checkpointing.tools.torchrun import ranks
 from dist_checkpointing.tools.values import Array, budget_of
 
 _SMALL_NORM = 1e-12
-_EXIT_DIFFERENT = 1
 _MAX_LISTED = 50
 _HEADERS = ("KEY", "MOVED BY", "DIFFERING", "MAX ABS", "MAX REL", "FIRST AT", "VALUES")
 _NARROW = 106
@@ -124,7 +119,7 @@ def diff(
         _add_differences(report, a, b, found, with_counters=pattern is not None)
     if not quiet:
         report.paragraph(_verdict(found), "green" if found.is_same else "red")
-    report.finish(document, as_json=as_json, code=0 if found.is_same else _EXIT_DIFFERENT)
+    report.finish(document, as_json=as_json, code=int(not found.is_same))
 
 
 # The comparison.
@@ -305,9 +300,9 @@ def compare_checkpoints(
 
 def _holdable(target: Checkpoint, common: Any, objects: Any) -> tuple[Any, Any]:
     """What the format of a checkpoint can hold of a common state and of objects."""
-    if target.backend not in available_strategies(StrategyAction.SAVE_SHARDED):
+    if target.backend not in registry.available_strategies(registry.StrategyAction.SAVE_SHARDED):
         return common, objects
-    strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *target.backend)
+    strategy = registry.get_default_strategy(registry.StrategyAction.SAVE_SHARDED, *target.backend)
     if not isinstance(strategy, PlannedSaveStrategy):
         return common, objects
     cells = {key: dict(handle) for key, handle in objects.items()}

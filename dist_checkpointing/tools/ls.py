@@ -17,33 +17,14 @@ from dist_checkpointing.checkpoint.checkpoint import Checkpoint
 from dist_checkpointing.errors import counted, hint
 from dist_checkpointing.filesystem import location
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
-from dist_checkpointing.format import dtypes
+from dist_checkpointing.format import dtypes, run_steps
 from dist_checkpointing.format.commit import is_committed, read_config
 from dist_checkpointing.format.file_names import EVERY_KEY, WHOLE_KEY, key_pattern
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.run_steps import (
-    LATEST,
-    RECORD_NAME,
-    is_run,
-    latest_of,
-    located,
-    read_record,
-    step_folders,
-    up_to_date,
-)
 from dist_checkpointing.threads import in_threads, paused_collector
-from dist_checkpointing.tools.opening import (
-    CheckpointArgument,
-    StepState,
-    Trusted,
-    Uses,
-    count_files,
-    explaining,
-    holder_at,
-    look_at,
-    open_named,
-)
+from dist_checkpointing.tools import opening
 from dist_checkpointing.tools.report import (
+    EXIT_INTERRUPTED,
     AsJson,
     Report,
     fail,
@@ -69,13 +50,10 @@ _MAX_LEVELS = 100
 _THREADS = 16
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _POLL_SECONDS = 0.5
-_EXIT_NO_MATCH = 1
-_EXIT_NOT_SAVED = 1
-_EXIT_INTERRUPTED = 130
 
 
 def ls(
-    checkpoint: CheckpointArgument,
+    checkpoint: opening.CheckpointArgument,
     pattern: Pattern = None,
     *,
     tree: Annotated[
@@ -94,7 +72,7 @@ def ls(
     follow: Annotated[
         bool, Option("--follow", help="Follow saves in progress; see above.")
     ] = False,
-    trusted: Trusted = False,
+    trusted: opening.Trusted = False,
     as_json: AsJson = False,
 ) -> None:
     """List the tensors of a checkpoint, or the steps of a run.
@@ -122,20 +100,20 @@ def ls(
     Example: dckpt ls ckpt/1000 'optimizer.{x*}' --tree --depth 2
     """
     wanted = key_pattern(pattern or EVERY_KEY).fullmatch
-    path = located(checkpoint)
+    path = run_steps.located(checkpoint)
     of_one = pattern is not None or everything or fingerprint or tree or depth is not None
     if follow and of_one:
         raise ValueError("--follow shows saves: it takes no PATTERN and no option but --json")
-    if is_run(path):
+    if run_steps.is_run(path):
         if of_one:
-            raise ValueError(f"{path} is a run: name a step of it, as {path}@{LATEST}")
+            raise ValueError(f"{path} is a run: name a step of it, as {path}@{run_steps.LATEST}")
         if not (follow and as_json):
             print_run(path, as_json=as_json)
         if not follow:
             return
     if follow:
         raise Exit(follow_saves(path, as_json=as_json))
-    opened = open_named(path, trusted=trusted)
+    opened = opening.open_named(path, trusted=trusted)
     with paused_collector():
         tensors = list(tensor_entries(opened.index, wanted))
         others = [entry for entry in _others(opened) if wanted(entry.key)] if everything else None
@@ -150,14 +128,14 @@ def ls(
         else:
             _add_table(report, entries, fingerprints)
             report.paragraph(_total(entries), "bold")
-            if pattern is None and (own := count_files(opened.folder).own_text()):
+            if pattern is None and (own := opening.count_files(opened.folder).own_text()):
                 report.line(f"not shared: {own}")
         report.print()
     if pattern is not None and not tensors and not others:
         near = hint(pattern, opened)
         more = "" if everything else "; --all looks at objects and common state too"
         fail(f"no key of {opened.path} matches {pattern!r}: {WHOLE_KEY}{near or more}")
-        raise Exit(_EXIT_NO_MATCH)
+        raise Exit(1)
 
 
 # The list of the tensors.
@@ -328,8 +306,7 @@ def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[
             continue
         if entry is not None:
             # It is a tensor itself, and also a prefix of other keys.
-            itself = Branch(".", entry=entry)
-            child = Branch(child.name, below={".": itself, **child.below})
+            child = Branch(child.name, below={".": Branch(".", entry=entry), **child.below})
         longer = f"{indent}{'    ' if position == last else '│   '}"
         yield from _branches(child, longer, None if depth is None else depth - 1)
 
@@ -347,11 +324,13 @@ def _joined(branch: Branch) -> tuple[Branch, str]:
 
 
 def print_run(root: Location, *, as_json: bool) -> None:
-    folders = step_folders(root)
-    latest, remark = latest_of(root, folders)
+    folders = run_steps.step_folders(root)
+    latest, remark = run_steps.latest_of(root, folders)
     notes = _notes_of(root)
     uses = _uses_of_steps(root, folders)
-    steps = in_threads(lambda row: look_at(*row, uses.get(row[0])), list(folders.items()), _THREADS)
+    steps = in_threads(
+        lambda row: opening.look_at(*row, uses.get(row[0])), list(folders.items()), _THREADS
+    )
     holders: dict[tuple[int, int, int], list[str]] = {}
     for step in steps:
         for inode in step.inodes:
@@ -382,7 +361,7 @@ def print_run(root: Location, *, as_json: bool) -> None:
         table = list(in_columns(headers[:-1], [row[:-1] for row in rows], right=[0, 2, 3, 4]))
     report.raw(table[:1])
     for line, row, step in zip(table[1:], rows, steps, strict=True):
-        is_fine = step.state in (StepState.WHOLE, StepState.COMMITTED)
+        is_fine = step.state in (opening.StepState.WHOLE, opening.StepState.COMMITTED)
         report.raw([painted(line, None if is_fine else "yellow")])
         if is_narrow and row[-1]:
             report.line(f"      {row[-1]}", "dim")
@@ -411,7 +390,7 @@ def _cells(step: dict[str, Any], latest: str | None, now: float) -> tuple[str, .
     return step["step"], step["state"], age, *sizes, ", ".join(notes)
 
 
-def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Uses]:
+def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, opening.Uses]:
     if not isinstance(root, ObjectPath):  # what is in a store is listed at once
         return {}
     uses: defaultdict[str, dict[str, location.FileUse]] = defaultdict(dict)
@@ -422,9 +401,9 @@ def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Us
 
 
 def _notes_of(root: Location) -> dict[str, list[str]]:
-    if not location.is_file(root / RECORD_NAME):
+    if not location.is_file(root / run_steps.RECORD_NAME):
         return {}
-    record = up_to_date(root, read_record(root))
+    record = run_steps.up_to_date(root, run_steps.read_record(root))
     abandoned = record.abandoned
     return {
         str(number): ["verified"] * known.verified
@@ -441,46 +420,45 @@ def follow_saves(path: Location, *, as_json: bool) -> int:
     """Print how saves end, of a run until Ctrl-C, or the one of a checkpoint; the exit code."""
     try:
         is_empty = location.is_folder(path) and not location.names_in(path)
-        if is_empty or is_run(path) or not location.is_there(path):
+        if is_empty or run_steps.is_run(path) or not location.is_there(path):
             _follow_run(path, as_json=as_json)
-        elif not location.is_folder(path) or holder_at(path) is None or is_committed(path):
-            with explaining(path):
+        elif not location.is_folder(path) or opening.holder_at(path) is None or is_committed(path):
+            with opening.explaining(path):
                 read_config(path)  # raises if there is neither a checkpoint nor a save
-        return 0 if _follow_save(path.name, path, None, as_json=as_json) else _EXIT_NOT_SAVED
+        return int(not _follow_save(path.name, path, None, as_json=as_json))
     except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
 
 
 def _follow_run(root: Location, *, as_json: bool) -> None:
     """Returns only if a checkpoint, and no run, is saved there."""
-    folders = step_folders(root)
+    folders = run_steps.step_folders(root)
     known = {name for name, folder in folders.items() if is_committed(folder)}
     if not as_json:
         Report(f"{root}: waiting for saves; Ctrl-C ends", None).print()
-    while folders or not (is_committed(root) or holder_at(root) is not None):
-        for name, folder in step_folders(root).items():
+    while folders or not (is_committed(root) or opening.holder_at(root) is not None):
+        for name, folder in run_steps.step_folders(root).items():
             if name in known and isinstance(folder, ObjectPath):
                 continue  # it stays a checkpoint while it is overwritten
-            if name not in known if is_committed(folder) else holder_at(folder) is not None:
+            if name not in known if is_committed(folder) else opening.holder_at(folder) is not None:
                 before = [folder for other, folder in folders.items() if other in known]
-                size = look_at("", before[-1]).files.num_bytes if before else None
+                size = opening.look_at("", before[-1]).files.num_bytes if before else None
                 if _follow_save(name, folder, size, as_json=as_json):
                     known.add(name)
         _pause()
-        folders = step_folders(root)
+        folders = run_steps.step_folders(root)
 
 
 def _follow_save(name: str, folder: Location, expected_bytes: int | None, *, as_json: bool) -> bool:
     """Show a save until it ends; returns whether it has committed a checkpoint."""
-    holder = None if is_committed(folder) else holder_at(folder)
+    holder = None if is_committed(folder) else opening.holder_at(folder)
     if holder is not None and not as_json:
         about = "" if expected_bytes is None else f", about {bytes_text(expected_bytes)}"
-        text = f"{name}: being saved by process {holder.pid} on {holder.host}{about}"
-        Report(text, None).print()
+        Report(f"{name}: being saved by process {holder.pid} on {holder.host}{about}", None).print()
     done = 0
     with progress_bar(one_line(name), expected_bytes) as bar:
-        while not is_committed(folder) and holder_at(folder) is not None:
-            files = look_at(name, folder).files
+        while not is_committed(folder) and opening.holder_at(folder) is not None:
+            files = opening.look_at(name, folder).files
             # A file that is made at its full size has fewer blocks.
             size = min(files.num_bytes, files.num_bytes_on_disk)
             bar.advance(size - done)
@@ -492,7 +470,7 @@ def _follow_save(name: str, folder: Location, expected_bytes: int | None, *, as_
 def _print_end(name: str, folder: Location, *, as_json: bool) -> bool:
     state, num_bytes, seconds, is_saved = "deleted", None, None, False
     if location.is_folder(folder):
-        step = look_at(name, folder)
+        step = opening.look_at(name, folder)
         state, num_bytes = step.state.value, step.files.num_bytes
         is_saved = step.state.is_checkpoint
         if is_saved and step.begun_at is not None:  # not known of what another program saved
@@ -504,7 +482,7 @@ def _print_end(name: str, folder: Location, *, as_json: bool) -> bool:
         text += f", {bytes_text(num_bytes)}"
         if seconds is not None:
             text += f", saved in {seconds:.1f} s ({bytes_text(num_bytes / seconds)}/s)"
-        style = "red" if state == StepState.DAMAGED.value else "green"
+        style = "red" if state == opening.StepState.DAMAGED.value else "green"
     if as_json:
         document = {"step": name, "path": str(folder), "state": state}
         report.raw([json_text({**document, "num_bytes": num_bytes, "seconds": seconds})])

@@ -28,13 +28,8 @@ from dist_checkpointing.filesystem.location import as_location
 from dist_checkpointing.filesystem.locks import LOCK_NAME, Holder, holder_of
 from dist_checkpointing.filesystem.object_store import Location, ObjectPath
 from dist_checkpointing.filesystem.object_store_locks import CLAIMS, last_known_holder
+from dist_checkpointing.format import leftovers
 from dist_checkpointing.format.commit import is_committed, read_commit, read_config
-from dist_checkpointing.format.leftovers import (
-    ATTEMPT_NAME,
-    CONFIG_FNAME,
-    DCP_METADATA_NAME,
-    attempt_of,
-)
 from dist_checkpointing.format.run_steps import LATEST, is_run, located, step_folders
 from dist_checkpointing.format.seal import read_seal
 
@@ -157,12 +152,13 @@ def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
     """One step, in which these files are; without them they are listed."""
     uses = location.use_below(folder) if uses is None else uses
     begun_at = max(
-        (use.modified for path, use in uses.items() if path.endswith(ATTEMPT_NAME)), default=None
+        (use.modified for path, use in uses.items() if path.endswith(leftovers.ATTEMPT_NAME)),
+        default=None,
     )
     times = [use.modified for use in uses.values()]
     if isinstance(folder, Path):
         times.append(folder.stat().st_mtime)
-    commit = uses.get(CONFIG_FNAME) or uses.get(DCP_METADATA_NAME)
+    commit = uses.get(leftovers.CONFIG_FNAME) or uses.get(leftovers.DCP_METADATA_NAME)
     saved_at = begun_at or max(times, default=time.time()) if commit is None else commit.modified
     inodes = ((*use.inode, use.num_bytes) for use in uses.values() if use.inode is not None)
     files, state = Files.of(uses.values()), state_of(folder, uses)
@@ -171,7 +167,7 @@ def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
 
 def state_of(folder: Location, uses: Uses) -> StepState:
     try:
-        if CONFIG_FNAME in uses or is_committed(folder):
+        if leftovers.CONFIG_FNAME in uses or is_committed(folder):
             commit = read_commit(folder)
             if commit is None:
                 read_config(folder)
@@ -187,7 +183,7 @@ def state_of(folder: Location, uses: Uses) -> StepState:
         return StepState.DAMAGED
     if (LOCK_NAME in uses or isinstance(folder, ObjectPath)) and holder_at(folder) is not None:
         return StepState.SAVING
-    is_begun = attempt_of(folder) is not None or bool(location.names_in(folder / CLAIMS))
+    is_begun = leftovers.attempt_of(folder) is not None or bool(location.names_in(folder / CLAIMS))
     return StepState.UNFINISHED if is_begun else StepState.FOREIGN
 
 
@@ -228,7 +224,7 @@ def _what_it_is(path: Location) -> tuple[str, str]:
     """What a path is instead of a checkpoint, and what to do; empty if nobody knows."""
     if isinstance(path, Path) and not path.is_dir():
         return "", ""
-    if isinstance(path, Path) and (path / ATTEMPT_NAME).exists():
+    if isinstance(path, Path) and (path / leftovers.ATTEMPT_NAME).exists():
         holder = holder_of(path)
         now = f"it is being saved now, by process {holder.pid} on {holder.host}" if holder else ""
         return now, f"dckpt ls {path} --follow tells when it is done."

@@ -38,7 +38,6 @@ from dist_checkpointing.tools.report import AsJson, Report, is_narrower_than, sa
 _MAX_ROWS = 16
 _NARROW = 76
 _MAX_LISTED = 10
-_EXIT_FAILS = 1
 _SCRATCH_BYTES = 2**22
 """Small neighbours are read together into a buffer of at most this size."""
 _COLUMN_PARALLEL = (
@@ -102,11 +101,11 @@ def plan(
     for line in str(made or "").splitlines():
         report.line(line)
     _add_forecast(report, opened, index, found, cuts, tp)
-    code = _EXIT_FAILS if found["findings"] else 0
+    would_fail = bool(found["findings"])
     found["findings"] = list(map(dataclasses.asdict, found["findings"]))
     if made is not None:
         found["recipe"] = made.as_json()
-    report.finish(found, as_json=as_json, code=code)
+    report.finish(found, as_json=as_json, code=int(would_fail))
 
 
 # How a model would be cut.
@@ -270,8 +269,7 @@ def _cost(
             continue
         for window in windows:
             gap = None if isinstance(reader.files.folder, Path) else StoreFile.most_gap
-            is_mapped = reader.files.maps_files
-            num_bytes, buffer = bytes_read(window, itemsize, gap, is_mapped=is_mapped)
+            num_bytes, buffer = bytes_read(window, itemsize, gap, is_mapped=reader.files.maps_files)
             read_bytes += num_bytes
             buffers.append(buffer)
     options = reader.options
@@ -406,13 +404,10 @@ def _add_cuts(report: Report, index: Index, cuts: Sequence[KeyCut], tp: int) -> 
             why = f"{reason} by {tp}" if indivisible else reason
             text = f"whole on every rank, {why}: {counted(len(keys), 'tensor')}, {size}"
             report.line(text, "yellow" if indivisible else None)
-            _add_keys(report, sorted(keys, key=lambda key: -index[key].num_bytes))
+            keys.sort(key=lambda key: -index[key].num_bytes)
+            # One line for the same tensors of all layers.
+            groups = Counter(map(same_for_all_layers, keys)).items()
+            texts = [f"  {name}{f'  ({count})' if count > 1 else ''}" for name, count in groups]
+            report.lines(texts, "dim", _MAX_LISTED)
             if reason is Reason.NO_RULE:
                 report.line("To shard them, say how: --shard PATTERN=AXIS")
-
-
-def _add_keys(report: Report, keys: Sequence[str]) -> None:
-    # One line for the same tensors of all layers.
-    groups = Counter(map(same_for_all_layers, keys)).items()
-    texts = [f"  {name}{f'  ({count})' if count > 1 else ''}" for name, count in groups]
-    report.lines(texts, "dim", _MAX_LISTED)

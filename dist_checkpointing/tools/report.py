@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -19,6 +19,7 @@ from typer import Exit, Option
 if TYPE_CHECKING:
     from dist_checkpointing.storage.progress import Progress
 
+EXIT_INTERRUPTED: Final = 130
 AsJson = Annotated[bool, Option("--json", help="Print one JSON document.")]
 
 out: Console = Console(soft_wrap=False, highlight=False)

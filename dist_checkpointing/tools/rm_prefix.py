@@ -18,7 +18,6 @@ from dist_checkpointing.tools.opening import CheckpointArgument, count_files, op
 from dist_checkpointing.tools.report import AsJson, Report, same_for_all_layers, shape_text, totals
 
 _MAX_LISTED = 12
-_EXIT_DECLINED = 1
 
 
 def rm_prefix(
@@ -74,7 +73,7 @@ def rm_prefix(
             raise ValueError("cannot ask without a terminal: pass --yes to remove them")
         if not (yes or confirm(f"Remove {count} for good?", default=False)):
             Report("Nothing was removed.").print()
-            raise Exit(_EXIT_DECLINED)
+            raise Exit(1)
         before = count_files(opened.path).num_bytes_on_disk
         remove_sharded_tensors(opened.path, prefix, comm=SingleProcess())
         freed = before - count_files(opened.path).num_bytes_on_disk

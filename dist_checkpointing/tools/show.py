@@ -87,14 +87,10 @@ def show(
     report = Report(key)
     report.line(title)
     for heading, content in contents:
-        text = pprint.pformat(content, width=_width(), compact=True)
+        text = pprint.pformat(content, width=terminal_width() or PIPE_WIDTH, compact=True)
         report.section(heading)
         report.lines(text.split("\n"), None, _MAX_LINES)
     report.print()
-
-
-def _width() -> int:
-    return terminal_width() or PIPE_WIDTH
 
 
 def _show_tensor(
@@ -144,7 +140,7 @@ def _statistics_lines(found: Statistics) -> Iterator[str]:
 
 
 def _values_text(handle: TensorHandle, slices: Any) -> str:
-    width = _width()
+    width = terminal_width() or PIPE_WIDTH
     # A number takes about 12 columns, and a row shows ``edge`` numbers at both ends.
     edge = max(1, min(3, (width - 8) // 26))
     excerpt, is_whole = values.read_excerpt(handle, slices, most=_MAX_WHOLE, edge=edge)

@@ -23,8 +23,6 @@ from dist_checkpointing.tools.opening import CheckpointArgument, Files, Trusted,
 from dist_checkpointing.tools.report import AsJson, Report, Total, progress_bar, totals
 from dist_checkpointing.tools.torchrun import ranks
 
-_EXIT_NOT_FINITE = 1
-
 
 def stats(
     checkpoint: CheckpointArgument,
@@ -46,8 +44,7 @@ def stats(
     found = count_contents(opened, most_listed=top)
     if scan:
         found["not_finite"] = _not_finite(opened)
-    code = _EXIT_NOT_FINITE if found.get("not_finite") else 0
-    _report(found).finish(found, as_json=as_json, code=code)
+    _report(found).finish(found, as_json=as_json, code=int(bool(found.get("not_finite"))))
 
 
 def _not_finite(opened: Checkpoint) -> dict[str, dict[str, int]]:

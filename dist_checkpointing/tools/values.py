@@ -286,8 +286,7 @@ def _parts(handle: TensorHandle, slices: Any, memory_bytes: int) -> Iterator[tup
         box = Box(tuple(part.start for part in ranges), shape)
         yield from (block.slices() for block in blocks(handle.stored, box, memory_bytes))
     elif math.prod(shape):
-        most_elements = memory_bytes // handle.stored.dtype.itemsize
-        for block in split_rows(Box.whole(shape), most_elements):
+        for block in split_rows(Box.whole(shape), memory_bytes // handle.stored.dtype.itemsize):
             inside = zip(ranges, block.slices(), strict=True)
             yield tuple(_as_slice(part[inner]) for part, inner in inside)
 

@@ -18,7 +18,6 @@ from dist_checkpointing.tools.opening import CheckpointArgument, Trusted, explai
 from dist_checkpointing.tools.report import AsJson, Report, progress_bar
 from dist_checkpointing.tools.torchrun import ranks
 
-_EXIT_DAMAGED = 1
 _MAX_BYTES = 2**30
 
 
@@ -89,7 +88,7 @@ def verify(
             {field: value for field, value in row.items() if value or field == "key"}
             for row in document[name]
         ]
-    report.finish(document, as_json=as_json, code=0 if found.is_sound else _EXIT_DAMAGED)
+    report.finish(document, as_json=as_json, code=int(not found.is_sound))
 
 
 def read_fingerprints(path: Path) -> dict[str, str]:

@@ -27,16 +27,10 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from dist_checkpointing.mapping import ShardedBase, ShardedTensor, tensor_memory
 from dist_checkpointing.mapping.nested_dicts import DictKey, Path, Position, path_text, value_at
 from dist_checkpointing.mapping.objects_and_factories import shallow_copy
 from dist_checkpointing.mapping.state_dict_parts import STATE_REMEDY, StateDictParts
-from dist_checkpointing.mapping.tensor_memory import (
-    is_lossless,
-    memory_of,
-    overlaps_itself,
-    sharing_memory,
-)
 from dist_checkpointing.planning.coverage import check_coverage
 from dist_checkpointing.planning.load_plan import WantedTable
 from dist_checkpointing.planning.replica_check import digest_of_values
@@ -174,8 +168,7 @@ def handle_strictly(
             ]
             unasked = "in the checkpoint, but asked for by no rank"
             findings += [Finding(unasked, key) for key in sorted(missing)]
-            if findings:
-                raise StateMismatchError(mismatch_text(missing, unexpected), findings)
+            StateMismatchError.raise_if(findings, mismatch_text(missing, unexpected))
     if flag in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
         logger.warning("%s", mismatch_text(missing, unexpected))
     return set() if flag is StrictHandling.IGNORE_ALL else missing, unexpected
@@ -224,7 +217,7 @@ def compare(
     # What has an address is not on the meta device, and contiguous.
     without = np.flatnonzero(wanted.addresses < 0).tolist()
     others = [data for row in without if (data := wanted.data[row]) is not None]
-    can_be_filled = not any(data.is_meta or overlaps_itself(data) for data in others)
+    can_be_filled = not any(data.is_meta or tensor_memory.overlaps_itself(data) for data in others)
     if can_be_filled and not misfits and _are_stored_alike(wanted, index):
         return True
     stored = _stored_shapes(index, wanted.keys)
@@ -245,12 +238,9 @@ def compare(
             remedy = "Load it by load({}, path); wrap the state dict when you save it again."
         findings.append(Finding(problem, key, remedy=remedy))
     findings += misfits
-    if findings:
-        message = (
-            "the template does not fit the checkpoint "
-            "(expected: by the template; found: in the checkpoint)"
-        )
-        raise StateMismatchError(message, findings)
+    message = "the template does not fit the checkpoint"
+    sides = "(expected: by the template; found: in the checkpoint)"
+    StateMismatchError.raise_if(findings, f"{message} {sides}")
     return False
 
 
@@ -264,14 +254,16 @@ def _misfits(leaf: ShardedTensor, shape: Ints, dtype: torch.dtype, cast: Cast) -
         )
         yield Finding("global shape differs", key, own, shape, remedy=remedy)
     own_dtype = leaf.dtype if data is None else data.dtype
-    is_lost = cast == "error" or (cast == "widen" and not is_lossless(dtype, own_dtype))
+    is_lost = cast == "error" or (
+        cast == "widen" and not tensor_memory.is_lossless(dtype, own_dtype)
+    )
     if dtype is not own_dtype and is_lost:
         remedy = "cast='any' converts." if cast == "widen" else "cast='widen' or 'any' converts."
         yield Finding("dtype differs", key, own_dtype, dtype, remedy=remedy)
     if data is not None and data.is_meta:
         remedy = "Materialize it, or pass data=None."
         yield Finding("the tensor to fill is on the meta device", key, remedy=remedy)
-    elif data is not None and overlaps_itself(data):
+    elif data is not None and tensor_memory.overlaps_itself(data):
         yield overlap_finding(key, data)
 
 
@@ -389,13 +381,12 @@ def set_apart(
     spans = np.full((2, len(tensors)), -1, dtype=np.int64)
     spans[:, : len(wanted)] = wanted.addresses, wanted.num_bytes
     for row in np.flatnonzero(spans[0] < 0).tolist():
-        spans[:, row] = memory_of(tensors[row])
+        spans[:, row] = tensor_memory.memory_of(tensors[row])
     apart = {}
-    for row in sharing_memory(tensors, *spans):
+    for row in tensor_memory.sharing_memory(tensors, *spans):
         if row < len(wanted) and not keeps_values(leaf := wanted.tensors[row]):
             assert leaf.data is not None
-            value = leaf.data.detach().to("cpu", copy=True)
-            apart[row] = StagedTensor(leaf.key, leaf.data, value)
+            apart[row] = StagedTensor(leaf.key, leaf.data, leaf.data.detach().to("cpu", copy=True))
     return apart
 
 
@@ -407,15 +398,14 @@ def fill_staged(staged: Sequence[StagedTensor]) -> None:
         with torch.inference_mode(part.given.is_inference()):
             part.given.detach().copy_(part.value.detach())
     given = [part.given for part in staged]
-    spans = np.array([*map(memory_of, given)], dtype=np.int64).reshape(-1, 2)
+    spans = np.array([*map(tensor_memory.memory_of, given)], dtype=np.int64).reshape(-1, 2)
     problem = "another tensor of the template, for which other values are stored, has its memory"
     findings = [
         Finding(problem, staged[row].key, remedy="Give each leaf separate memory.")
-        for row in sharing_memory(given, *spans.T)
+        for row in tensor_memory.sharing_memory(given, *spans.T)
         if not staged[row].is_kept
     ]
-    if findings:
-        raise StateMismatchError("tensors of the template share memory", findings)
+    StateMismatchError.raise_if(findings, "tensors of the template share memory")
 
 
 def _is_there(tree: Any, path: ValuePath) -> bool:
@@ -438,8 +428,7 @@ def require_same_save(is_same: bool, checkpoint_dir: str | PathLike[str]) -> Non
         path=str(checkpoint_dir),
         remedy="What was read may be of both: load again, and save each step into a new folder.",
     )
-    message = "the checkpoint was overwritten while it was read"
-    raise CorruptCheckpointError(message, [finding])
+    raise CorruptCheckpointError("the checkpoint was overwritten while it was read", [finding])
 
 
 def check_access(parts: StateDictParts, comm: Comm) -> None:
@@ -449,8 +438,7 @@ def check_access(parts: StateDictParts, comm: Comm) -> None:
         comm, "describing the template", lambda: ({"tensors": describe(leaves, comm.rank)}, None)
     )
     with comm.agreed("checking the template"):
-        catalog = exchanged.catalog("tensors")
-        check_coverage(catalog)
+        check_coverage(exchanged.catalog("tensors"))
 
 
 def first_names(keys: Iterable[str]) -> tuple[str, ...] | None:

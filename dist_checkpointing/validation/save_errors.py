@@ -159,8 +159,7 @@ def refuse_distributed(
 
 
 def _refuse(message: str, findings: Sequence[Finding]) -> None:
-    if findings:
-        raise InvalidShardingError(message, findings)
+    InvalidShardingError.raise_if(findings, message)
 
 
 def _unwrapped(value: object, key: str, where: str = "") -> Finding:
@@ -287,9 +286,8 @@ def compare_common_state(digests: Callable[[], CommonDigests], comm: Comm) -> No
     @paused_collector()
     def differences() -> dict[str, str]:
         own = digests()
-        if findings := _lost_tensors(reference, own):
-            message = "the ranks hold different tensors in the common state"
-            raise InvalidShardingError(message, findings)
+        message = "the ranks hold different tensors in the common state"
+        InvalidShardingError.raise_if(_lost_tensors(reference, own), message)
         return _differences(reference, own)
 
     different = comm.to_rank0(step, differences)

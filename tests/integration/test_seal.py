@@ -24,9 +24,9 @@ from dist_checkpointing.format import (
     Seal,
     SealedFile,
     checksums as checksum_tables,
+    leftovers,
     read_seal,
 )
-from dist_checkpointing.serialization import save_folder
 from dist_checkpointing.storage import Checksum, StorageOptions
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy, ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
@@ -297,7 +297,7 @@ def test_a_rank_that_does_not_see_the_claimed_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a node-local disk: the same name, and another folder.
-    monkeypatch.setattr(save_folder, "is_in_attempt", lambda *_: False)
+    monkeypatch.setattr(leftovers, "is_in_attempt", lambda *_: False)
     with pytest.raises(dc.CheckpointingException, match="not save into one folder") as raised:
         save_on_two(tmp_path / "c")
     (finding,) = raised.value.findings

@@ -230,8 +230,8 @@ _FOLDERS: Final = (
     PlantedFault(
         "commit before the seal",
         "serialization/save_folder.py",
-        "                noted = attempt_json(attempt.id, attempt.creates)\n",
-        "                noted = attempt_json(attempt.id, attempt.creates)\n"
+        "                noted = leftovers.attempt_json(attempt.id, attempt.creates)\n",
+        "                noted = leftovers.attempt_json(attempt.id, attempt.creates)\n"
         "                attempt.commit(self.config)\n",
         "the order of seal and commit",
     ),
@@ -289,8 +289,8 @@ _FOLDERS: Final = (
     PlantedFault(
         "claim not waited for",
         "serialization/save_folder.py",
-        "if not is_seen(lambda: is_in_attempt(self.data, claimed.attempt)):",
-        "if not is_in_attempt(self.data, claimed.attempt):",
+        "if not location.is_seen(lambda: leftovers.is_in_attempt(self.data, claimed.attempt)):",
+        "if not leftovers.is_in_attempt(self.data, claimed.attempt):",
         "the wait of other machines for attempt.json",
         "folder",
     ),
@@ -598,7 +598,7 @@ _RANKS: Final = (
     PlantedFault(
         "objects not copied",
         "serialization/save_steps.py",
-        "self._parts.nested(copied_objects(self.objects))",
+        "self._parts.nested(staging.copied_objects(self.objects))",
         "self._parts.nested(self.objects)",
         "the copies of the objects of an async save",
     ),
@@ -626,8 +626,8 @@ _RANKS: Final = (
     PlantedFault(
         "late commit not waited for",
         "strategies/selection.py",
-        "if comm.rank and not is_seen(lambda: is_committed(root) or is_database(root)):",
-        "if comm.rank and not (is_committed(root) or is_database(root)):",
+        "if comm.rank and not is_seen(lambda: commit.is_committed(root) or is_database(root)):",
+        "if comm.rank and not (commit.is_committed(root) or is_database(root)):",
         "the wait of other machines for metadata.json",
         "folder",
     ),

@@ -241,8 +241,7 @@ class DCPReader(dcp_storage.StorageReader):
             for name, count in counts.items()
             if count > 1
         ]
-        if findings:
-            raise UnsupportedFormatError("in DCP, a name belongs to one value", findings)
+        UnsupportedFormatError.raise_if(findings, "in DCP, a name belongs to one value")
         described: dict[str, Any] = {key: _described(self._index, key) for key in self._index}
         in_bytes = dcp_metadata.BytesStorageMetadata()
         described |= dict.fromkeys([*self._values, *self._objects], in_bytes)
@@ -288,13 +287,11 @@ class DCPReader(dcp_storage.StorageReader):
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type is not dcp.LoadItemType.BYTE_IO:
-                tensor, whole = (
-                    planner.resolve_tensor(item).detach(),
-                    self._index[name].global_shape,
-                )
+                tensor = planner.resolve_tensor(item).detach()
                 if overlaps_itself(tensor):
                     finding = overlap_finding(name, tensor)
                     raise StateMismatchError("a tensor cannot be filled", [finding])
+                whole = self._index[name].global_shape
                 box = tuple(item.lengths), whole, tuple(item.storage_offsets)
                 leaves.append(ShardedTensor(name, tensor, tensor.dtype, *box, None))
                 filled.append((item, tensor))

@@ -191,8 +191,7 @@ def _require_one_part_each(items: Iterable[WriteItem]) -> None:
     remedy = "Save one part of it on each rank, or use another storage."
     counts = Counter(item.index.fqn for item in items)
     findings = [Finding(problem, key, remedy=remedy) for key, n in counts.items() if n > 1]
-    if findings:
-        raise InvalidShardingError("safetensors cannot hold this sharding", findings)
+    InvalidShardingError.raise_if(findings, "safetensors cannot hold this sharding")
 
 
 class _Reader(StorageReader):

@@ -145,9 +145,7 @@ def check_complete(
             findings.append(
                 Finding("another shape was written", name, expected, found, remedy=remedy)
             )
-    if findings:
-        message = "DCP's cached plans are not those of this state dict"
-        raise CheckpointingException(message, findings)
+    CheckpointingException.raise_if(findings, "DCP's cached plans are not those of this state dict")
 
 
 class DCPWriter(dcp_storage.StorageWriter):
@@ -420,8 +418,7 @@ def _loaded(contents: Mapping[str, bytes]) -> tuple[dict[str, Any], list[str]]:
     for name, content in contents.items():
         try:
             # The ranks of this save have just pickled it.
-            stream = io.BytesIO(content)
-            values[name] = torch.load(stream, map_location="cpu", weights_only=False)
+            values[name] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
         except Exception:  # noqa: BLE001 - torch.load may raise anything for another format
             values[name] = content
             raw.append(name)

@@ -72,15 +72,10 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
         **options: Any,
     ) -> None:
         super().__init__(backend, version, **options)
-        self.dtype = dtype
-        self.extra_files: dict[str, bytes] = dict(extra_files or {})
-
-    def make_writer(self, checkpoint_dir: Any) -> SafetensorsWriter:
-        writer = super().make_writer(checkpoint_dir)
-        assert isinstance(writer, SafetensorsWriter)
-        writer.dtype = self.dtype
-        writer.extra_files = self.extra_files
-        return writer
+        self.writer_options: dict[str, Any] = {
+            "dtype": dtype,
+            "extra_files": dict(extra_files or {}),
+        }
 
     def is_one_file(self, path: PathOrStr) -> bool:
         return os.fspath(path).endswith(MODEL_SUFFIX)
@@ -88,7 +83,6 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
     def holdable(
         self, path: PathOrStr, common_state_dict: StateDict, objects: Mapping[str, Any]
     ) -> tuple[StateDict, Mapping[str, Any]]:
-        del objects
         kept: dict[Any, Any] = dict(texts_of(common_state_dict))
         files = {} if self.is_one_file(path) else model_files_of(common_state_dict)
         if files:
@@ -105,9 +99,8 @@ class SafetensorsSaveShardedStrategy(PlannedSaveStrategy):
             for path, leaf in leaves.items()
             if isinstance(leaf, torch.Tensor)
         ]
-        if findings:
-            raise UnsupportedFormatError("the state cannot be saved as safetensors", findings)
-        writer.extra_files = {**model_files_of(common_state_dict), **self.extra_files}
+        UnsupportedFormatError.raise_if(findings, "the state cannot be saved as safetensors")
+        writer.extra_files = {**model_files_of(common_state_dict), **writer.extra_files}
         writer.texts = texts_of(common_state_dict)
         return SafetensorsCommonSaveStrategy(BACKEND, 1)
 
@@ -118,8 +111,7 @@ class SafetensorsCommonSaveStrategy(SaveCommonStrategy):
     def created_names(self, object_keys: Iterable[str]) -> Iterable[str]:
         problem = "the format holds tensors only"
         findings = [Finding(problem, key, remedy=TENSORS_ONLY) for key in object_keys]
-        if findings:
-            raise UnsupportedFormatError("the state cannot be saved as safetensors", findings)
+        UnsupportedFormatError.raise_if(findings, "the state cannot be saved as safetensors")
         return []
 
     def save_common(
@@ -136,7 +128,6 @@ class SafetensorsCommonSaveStrategy(SaveCommonStrategy):
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | PathLike[str]
     ) -> Sequence[SealedFile]:
-        del sharded_objects_state_dict, checkpoint_dir
         return []
 
 
@@ -181,6 +172,5 @@ class SafetensorsCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
             Finding("not in the checkpoint", leaf.unique_key, path=str(checkpoint_dir))
             for leaf in leaves.values()
         ]
-        if findings:
-            raise StateMismatchError("safetensors files hold tensors only", findings)
+        StateMismatchError.raise_if(findings, "safetensors files hold tensors only")
         return sharded_objects_state_dict

@@ -178,10 +178,9 @@ class ModelFolder(NamedTuple):
             names = sorted(set(weight_map.values()))
             if any(Path(name).name != name for name in names):
                 raise ValueError("it names a file outside its folder")
-        missing = [name for name in names if not location.is_file(folder / name)]
-        if missing:
-            findings = [Finding("missing", path=str(folder / name)) for name in missing]
-            raise CorruptCheckpointError("the index names files that are not there", findings)
+        paths = [folder / name for name in names]
+        missing = [Finding("missing", path=str(p)) for p in paths if not location.is_file(p)]
+        CorruptCheckpointError.raise_if(missing, "the index names files that are not there")
         return cls(folder, names, weight_map)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import Any, ClassVar
@@ -19,12 +19,7 @@ from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex
 from dist_checkpointing.planning.load_plan import stored_bytes
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.chunk_reads import ChunkReads, Filler, read_chunks, read_single
-from dist_checkpointing.strategies.safetensors.model_files import (
-    MAX_HEADER_BYTES,
-    ModelFolder,
-    StoredValue,
-    parse_header,
-)
+from dist_checkpointing.strategies.safetensors import model_files
 from dist_checkpointing.threads import in_threads
 
 
@@ -51,9 +46,9 @@ class SafetensorsReader(StorageReader):
         return texts
 
     @cached_property
-    def _headers(self) -> dict[str, tuple[dict[str, str], dict[str, StoredValue]]]:
+    def _headers(self) -> dict[str, tuple[dict[str, str], dict[str, model_files.StoredValue]]]:
         """What the header of each file says."""
-        model = ModelFolder.of(self._source)
+        model = model_files.ModelFolder.of(self._source)
         found = in_threads(self._header, model.names, self.files.limits.run_threads)
         headers = dict(zip(model.names, found, strict=True))
         files: dict[str, str] = {}
@@ -68,20 +63,21 @@ class SafetensorsReader(StorageReader):
             for key, name in model.weight_map.items()
             if files.get(key) != name
         ]
-        if findings:
-            raise CorruptCheckpointError("the files do not fit together", findings)
+        CorruptCheckpointError.raise_if(findings, "the files do not fit together")
         return headers
 
-    def _header(self, name: str) -> tuple[dict[str, str], dict[str, StoredValue]]:
+    def _header(self, name: str) -> tuple[dict[str, str], dict[str, model_files.StoredValue]]:
         path = f"{self.checkpoint_dir}/{name}"
         damage = local_folder.parsing("not a safetensors file", path, remedy="Fetch it again.")
         with damage, self.files.open(name) as file:
             num_bytes = self.files.size_of(name) or 0
             try:
                 (length,) = struct.unpack("<Q", file.view(0, 8).tobytes())
-                if length > min(MAX_HEADER_BYTES, num_bytes - 8):
+                if length > min(model_files.MAX_HEADER_BYTES, num_bytes - 8):
                     raise ValueError(f"its header cannot have {length} bytes")
-                return parse_header(file.view(8, length).tobytes(), 8 + length, num_bytes)
+                return model_files.parse_header(
+                    file.view(8, length).tobytes(), 8 + length, num_bytes
+                )
             except EOFError as error:
                 raise ValueError("the file is truncated") from error
 
@@ -102,10 +98,6 @@ class SafetensorsReader(StorageReader):
         tensors = (tensor for _, tensors in self._headers.values() for tensor in tensors.items())
         rows = (StoredTensor.undivided(key, v.dtype, v.shape) for key, v in sorted(tensors))
         return Index.of(rows)
-
-    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        del wanted
-        return []
 
     def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         """Nothing: the headers have been compared with the sizes of the files."""

@@ -17,7 +17,7 @@ import torch
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import file_writer
-from dist_checkpointing.format.dtypes import FLOATING, DType
+from dist_checkpointing.format.dtypes import FLOATING
 from dist_checkpointing.format.file_names import is_of_optimizer
 from dist_checkpointing.format.foreign_formats import MODEL_INDEX_NAME
 from dist_checkpointing.format.geometry import Box, Window, split_rows, values_of_part
@@ -31,14 +31,7 @@ from dist_checkpointing.storage.interface import StorageWriter, WriteResult, Wri
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.staging import HostBlocks
 from dist_checkpointing.strategies.data_files import write_window
-from dist_checkpointing.strategies.safetensors.model_files import (
-    CODE_OF_DTYPE,
-    METADATA_KEY,
-    ModelFile,
-    TensorRow,
-    is_model_file,
-    plan_files,
-)
+from dist_checkpointing.strategies.safetensors import model_files
 from dist_checkpointing.threads import in_threads
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -72,7 +65,6 @@ class SafetensorsWriter(StorageWriter):
     texts: Mapping[str, str] = {}
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
-        del world_size
         self._require_storable(index)
         if of_optimizer := [key for key in index if is_of_optimizer(key)]:
             logger.warning(
@@ -84,9 +76,11 @@ class SafetensorsWriter(StorageWriter):
         # A save that gives up takes the last of them first.
         return names if self.is_one_file else [*names, *self.extra_files, MODEL_INDEX_NAME]
 
-    def _files(self, index: Index, texts: Mapping[str, str], room: int = 0) -> list[ModelFile]:
+    def _files(
+        self, index: Index, texts: Mapping[str, str], room: int = 0
+    ) -> list[model_files.ModelFile]:
         most_bytes = sys.maxsize if self.is_one_file else self.options.data_file_bytes
-        return plan_files(self._rows(index), texts, most_bytes, room=room)
+        return model_files.plan_files(self._rows(index), texts, most_bytes, room=room)
 
     def _require_storable(self, index: Index) -> None:
         findings = [
@@ -96,31 +90,29 @@ class SafetensorsWriter(StorageWriter):
         findings += [
             Finding("safetensors files have no such dtype", key, found=dtype.name)
             for key, dtype, _ in self._rows(index)
-            if dtype.name not in CODE_OF_DTYPE
+            if dtype.name not in model_files.CODE_OF_DTYPE
         ]
-        if METADATA_KEY in index:
-            findings.append(Finding("safetensors keeps texts under this name", METADATA_KEY))
+        if model_files.METADATA_KEY in index:
+            findings.append(
+                Finding("safetensors keeps texts under this name", model_files.METADATA_KEY)
+            )
         findings += [
             Finding("no name of a file beside a model", found=name)
             for name in self.extra_files
-            if not is_model_file(name)
+            if not model_files.is_model_file(name)
         ]
-        if findings:
-            raise UnsupportedFormatError("the state cannot be saved as safetensors", findings)
+        UnsupportedFormatError.raise_if(findings, "the state cannot be saved as safetensors")
 
-    def _rows(self, index: Index) -> list[TensorRow]:
+    def _rows(self, index: Index) -> list[model_files.TensorRow]:
         """The tensors as they are stored."""
-        return [(key, self._stored(index[key].dtype), index[key].global_shape) for key in index]
-
-    def _stored(self, dtype: DType) -> DType:
-        is_cast = self.dtype is not None and dtype.name in FLOATING
-        return tensor_memory.from_torch(self.dtype) if is_cast and self.dtype else dtype
+        cast = None if self.dtype is None else tensor_memory.from_torch(self.dtype)
+        rows = ((key, index[key].dtype, index[key].global_shape) for key in index)
+        return [(k, cast if cast and d.name in FLOATING else d, shape) for k, d, shape in rows]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
         table, index, data_of = plan.table, plan.index, planner.data_of(plan)
         assert index is not None
-        room = _TEXT_BYTES if self.world_size > 1 else 0
-        files = self._files(index, self.texts, room)
+        files = self._files(index, self.texts, _TEXT_BYTES if self.world_size > 1 else 0)
         file_of = {key: number for number, file in enumerate(files) for key in file.starts}
         numbers = [file_of.get(name, -1) for name in table.names]
         written = {*map(numbers.__getitem__, table.keys.tolist())}
@@ -159,7 +151,7 @@ class SafetensorsWriter(StorageWriter):
         sealed = [SealedFile(names[number], files[number].num_bytes) for number in sorted(written)]
         return done(WriteResults(table, table.num_bytes, files=tuple(sealed)))
 
-    def _opened(self, name: str, file: ModelFile, stack: ExitStack) -> int:
+    def _opened(self, name: str, file: model_files.ModelFile, stack: ExitStack) -> int:
         """A descriptor of a file in its final size; rank 0 writes the header."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(f"{self.checkpoint_dir}/{name}", flags, 0o666)
@@ -170,14 +162,12 @@ class SafetensorsWriter(StorageWriter):
             os.posix_fallocate(descriptor, 0, file.num_bytes)
         if self.rank == 0:
             header = np.frombuffer(file.header, np.uint8)
-            whole = Window(0, header.shape, Box.whole(header.shape))
-            write_window(descriptor, 0, whole, header)
+            write_window(descriptor, 0, Window(0, header.shape, Box.whole(header.shape)), header)
         return descriptor
 
     def finish(
         self, metadata: Index, results: Sequence[Sequence[WriteResult]]
     ) -> Sequence[SealedFile]:
-        del results
         files = self._files(metadata, {})
         if self.is_one_file:
             self.commit_file = files[0].name, None

@@ -18,38 +18,17 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local_folder, location as store
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.filesystem.ranged_reads import READ_WHOLE_BYTES
+from dist_checkpointing.format import leftovers
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor
-from dist_checkpointing.format.leftovers import (
-    REMOVAL_NAME,
-    PlannedRemoval,
-    note_removal,
-    noted_removal,
-)
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.load_plan import reads_of, stored_bytes
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
+from dist_checkpointing.strategies import chunk_reads, zarr_metadata
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PlannedLoadStrategy
-from dist_checkpointing.strategies.chunk_reads import (
-    ChunkReads,
-    Extent,
-    Filler,
-    chunk_with,
-    damaged,
-    read_chunks,
-    read_extent,
-    read_single,
-)
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE, MANIFEST_NAME
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import ABSENT, Tree, Values
-from dist_checkpointing.strategies.zarr_metadata import (
-    METADATA_NAME,
-    chunk_name,
-    object_key,
-    parse,
-    row_keys,
-)
 from dist_checkpointing.threads import paused_collector
 
 
@@ -96,7 +75,7 @@ class TensorStoreReader(StorageReader):
         if not store.is_file(path):
             return super().rebuild_index()
         keys, values = self._newest(keeps_nodes=self.is_kept).all()
-        going, tensors, grids = noted_removal(self.checkpoint_dir), [], dict[str, Ints]()
+        going, tensors, grids = leftovers.noted_removal(self.checkpoint_dir), [], dict[str, Ints]()
         with local_folder.parsing(f"{INDEX_NAME} is missing and cannot be rebuilt", path):
             for row, name in enumerate(map(bytes.decode, keys)):
                 folder, _, file = name.rpartition("/")
@@ -104,9 +83,9 @@ class TensorStoreReader(StorageReader):
                     if "~" in folder:
                         raise ValueError(f"the key of {folder} was shortened to make a name")
                     grids[unquote(folder)] = tuple(map(int, cell[1].split(".")))
-                elif file == METADATA_NAME and "/" not in folder:
+                elif file == zarr_metadata.METADATA_NAME and "/" not in folder:
                     node = local_folder.parse_json(self._bytes(values, row, name))
-                    tensors.append(parse(folder, node))
+                    tensors.append(zarr_metadata.parse(folder, node))
             index = Index.of((own for own in tensors if own.key not in going), grids)
             return Index.from_json(index.to_json(), str(path))  # which checks every number in it
 
@@ -116,24 +95,26 @@ class TensorStoreReader(StorageReader):
         return [*names, MANIFEST_NAME] if has_database else names
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
-        name = object_key(key, cell, self._index.objects[key])
+        name = zarr_metadata.object_key(key, cell, self._index.objects[key])
         values = self._find([name])
         if values.extents[0, 0] == ABSENT:
-            raise damaged(f"{self.checkpoint_dir}: {name.decode()}", key, "an object is missing")
+            raise chunk_reads.damaged(
+                f"{self.checkpoint_dir}: {name.decode()}", key, "an object is missing"
+            )
         return self._bytes(values, 0, key)
 
     def read_box(
         self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
     ) -> torch.Tensor | None:
-        found = chunk_with(tensor, box)
+        found = chunk_reads.chunk_with(tensor, box)
         if found is None:
             return None
         window = Window(0, tensor.grid.chunk_shape, found[1])
-        key = f"{disk_name(tensor.key)}/{chunk_name(found[0])}".encode()
+        key = f"{disk_name(tensor.key)}/{zarr_metadata.chunk_name(found[0])}".encode()
         place = self._newest(keeps_nodes=self.is_kept).find_outside(key)
         if place is None or place[2] != window.array_size * tensor.dtype.itemsize:
             return None
-        return read_single(self.files, place[0], place[1], window, tensor.dtype, memory)
+        return chunk_reads.read_single(self.files, place[0], place[1], window, tensor.dtype, memory)
 
     def location(self, chunk: MetadataIndex) -> str:
         (key,) = self._keys_of([chunk])
@@ -160,9 +141,9 @@ class TensorStoreReader(StorageReader):
         table = plan.table
         if not (self._index or self._index.objects):
             return done(None)  # nothing was saved, so no database was made
-        filler = Filler(plan, planner, self._index, self.files)
+        filler = chunk_reads.Filler(plan, planner, self._index, self.files)
         with paused_collector():
-            keys = row_keys(table, self._index)
+            keys = zarr_metadata.row_keys(table, self._index)
             values = self._find(keys)
             self._require_found(table, keys, values)
         for row in np.flatnonzero(table.is_object).tolist():
@@ -177,8 +158,8 @@ class TensorStoreReader(StorageReader):
             value = np.frombuffer(values.inline[offset[row]], dtype=np.uint8)
             self.report(filler.fill(row, value))
         rows = np.flatnonzero((file >= 0) & ~table.is_object)
-        reads = ChunkReads(rows, values.files, file[rows], offset[rows], length[rows])
-        read_chunks(reads, filler, self.files, report=self.report)
+        reads = chunk_reads.ChunkReads(rows, values.files, file[rows], offset[rows], length[rows])
+        chunk_reads.read_chunks(reads, filler, self.files, report=self.report)
         return done(None)
 
     def _require_found(self, table: ReadTable, keys: Sequence[bytes], values: Values) -> None:
@@ -196,29 +177,32 @@ class TensorStoreReader(StorageReader):
             expected, stored = f"{sizes[row]} bytes", int(length[row])
             problem = "a chunk has the wrong size"
             findings.append(Finding(problem, key, expected=expected, found=stored, path=path))
-        if findings:
-            raise CorruptCheckpointError("the checkpoint is damaged", findings)
+        CorruptCheckpointError.raise_if(findings, "the checkpoint is damaged")
 
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
         objects, is_object = self._index.objects, [c.fqn in self._index.objects for c in chunks]
         tensors = [chunk for chunk, is_one in zip(chunks, is_object, strict=True) if not is_one]
-        keys = iter(row_keys(reads_of(tensors, self._index), self._index))
+        keys = iter(zarr_metadata.row_keys(reads_of(tensors, self._index), self._index))
         return [
-            object_key(c.fqn, c.offset or (), objects[c.fqn]) if is_one else next(keys)
+            zarr_metadata.object_key(c.fqn, c.offset or (), objects[c.fqn])
+            if is_one
+            else next(keys)
             for c, is_one in zip(chunks, is_object, strict=True)
         ]
 
     def _find(self, wanted: Sequence[bytes]) -> Values:
         return self._newest(keeps_nodes=self.is_kept).find(wanted)
 
-    def _extent(self, values: Values, row: int) -> Extent:
+    def _extent(self, values: Values, row: int) -> chunk_reads.Extent:
         file, offset, length = values.extents[:, row].tolist()
-        return Extent(self.checkpoint_dir, values.files[file], offset, length)
+        return chunk_reads.Extent(self.checkpoint_dir, values.files[file], offset, length)
 
     def _bytes(self, values: Values, row: int, key: str) -> bytes:
         file, offset, _ = values.extents[:, row].tolist()
         return (
-            values.inline[offset] if file == INLINE else read_extent(self._extent(values, row), key)
+            values.inline[offset]
+            if file == INLINE
+            else chunk_reads.read_extent(self._extent(values, row), key)
         )
 
 
@@ -253,24 +237,26 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
 
         root = Path(checkpoint_dir)
         gone, kept = _parted(root, key_prefix)
-        if not gone and not noted_removal(root):
+        if not gone and not leftovers.noted_removal(root):
             return
-        note_removal(root, dict.fromkeys(gone, ()))
+        leftovers.note_removal(root, dict.fromkeys(gone, ()))
         # Once the index does not name them they are unreachable; what follows frees their space.
         local_folder.write_atomic(root / INDEX_NAME, kept.to_json())
         database.drop_all_but(root, kept)
-        store.remove_all([REMOVAL_NAME], root)
+        store.remove_all([leftovers.REMOVAL_NAME], root)
 
-    def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
+    def plan_removal(
+        self, checkpoint_dir: str | PathLike[str], key_prefix: str
+    ) -> leftovers.PlannedRemoval:
         from dist_checkpointing.strategies.tensorstore import database  # noqa: PLC0415 - it writes
 
         root = Path(checkpoint_dir)
         gone, kept = _parted(root, key_prefix)
-        is_unfinished = bool(noted_removal(root))
+        is_unfinished = bool(leftovers.noted_removal(root))
         if not gone and not is_unfinished:
-            return PlannedRemoval((), ())
+            return leftovers.PlannedRemoval((), ())
         _, unused, shared = database.split(root, kept)
-        return PlannedRemoval(tuple(gone), unused, shared, is_unfinished=is_unfinished)
+        return leftovers.PlannedRemoval(tuple(gone), unused, shared, is_unfinished=is_unfinished)
 
 
 def _parted(root: Path, key_prefix: str) -> tuple[list[str], Index]:

@@ -251,8 +251,7 @@ class TensorStoreWriter(StorageWriter):
             keys = b"\0".join(row_keys(table, index))
             shares = list(self._shares(table, reused.rows, steady))
         most_pending = max(1, self.options.buffer_bytes // max(1, len(shares)))
-        has_checksums = self.options.checksum is Checksum.XXH3
-        rows = RowWriter(plan, planner, known, has_checksums=has_checksums)
+        rows = RowWriter(plan, planner, known, has_checksums=self.options.checksum is Checksum.XXH3)
 
         def open_files(share: tuple[str, Int64s], report: Callable[[int], None]) -> DataFiles:
             return DataFiles(self.checkpoint_dir, share[0], self.options, most_pending, report)

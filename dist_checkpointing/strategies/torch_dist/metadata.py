@@ -150,8 +150,7 @@ def read_dcp_metadata(folder: Location) -> DcpMetadata:
         if not unpickler.foreign:
             if isinstance(error, CheckpointingException):
                 raise
-            is_bad = isinstance(error, BadPickle)
-            what = "refused to unpickle" if is_bad else type(error).__name__
+            what = "refused to unpickle" if isinstance(error, BadPickle) else type(error).__name__
             raise _corrupt(f"{what}: {error}", str(path)) from error
     if unpickler.foreign:
         finding = Finding(
@@ -394,8 +393,7 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
         for key, tensor in metadata.tensors.items()
         if tensor.dtype not in known
     ]
-    if unknown:
-        raise UnsupportedFormatError("the checkpoint holds dtypes we cannot read", unknown)
+    UnsupportedFormatError.raise_if(unknown, "the checkpoint holds dtypes we cannot read")
     tensors: list[StoredTensor] = []
     rows: list[Place] = []
     first_row: dict[str, int] = {}
@@ -430,8 +428,7 @@ def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
         lost = [name for name in names if (name, None) not in places]
         findings += [Finding("an object is stored nowhere", name, path=path) for name in lost]
         rows += [places[name, None] for name in names if not lost]
-    if findings:
-        raise CorruptCheckpointError("the metadata of the checkpoint contradicts itself", findings)
+    CorruptCheckpointError.raise_if(findings, "the metadata of the checkpoint contradicts itself")
     files: dict[str, int] = {}
     table = [(files.setdefault(row.file, len(files)), *row[1:]) for row in rows]
     plain = Index.of(tensors, objects)
@@ -450,8 +447,7 @@ def dcp_tensor(stored: StoredTensor, chunks: Iterable[Chunk]) -> DcpTensor:
     if box_shape is None:
         return DcpTensor(stored.dtype.torch, shape, tuple(chunks))
     counts = tuple(whole // own for whole, own in zip(shape, box_shape, strict=True))
-    size = (*counts, math.prod(box_shape))
-    return DcpTensor(stored.dtype.torch, size, tuple(chunks), shape)
+    return DcpTensor(stored.dtype.torch, (*counts, math.prod(box_shape)), tuple(chunks), shape)
 
 
 def _stored(key: str, tensor: DcpTensor) -> tuple[StoredTensor, list[Ints]]:

@@ -25,17 +25,8 @@ from dist_checkpointing.mapping import StateDict, tensor_memory
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.interface import ChunkPlace, StorageReader, done
+from dist_checkpointing.strategies import chunk_reads
 from dist_checkpointing.strategies.base import KnownFormats, LoadCommonStrategy, PathOrStr
-from dist_checkpointing.strategies.chunk_reads import (
-    ChunkReads,
-    Extent,
-    Filler,
-    chunk_with,
-    damaged,
-    read_chunks,
-    read_extent,
-    read_single,
-)
 from dist_checkpointing.strategies.pickle_scanner import Stub, check_pickle
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_archives import Archive, BadRecord, entries
@@ -127,8 +118,7 @@ def _describe(content: bytes) -> StoredLayout | None:
         ((_, cls, name, _, size),) = (pid.items or () for pid in storages)
         _, offset, shape, stride, _, _, *dtypes = made.items
         shape, stride = tuple(shape.items), tuple(stride.items)
-        numbers = (offset, size, *shape, *stride)
-        plain = all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+        plain = all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, size, *shape, *stride))
         if not plain or type(name) is not str or len(shape) != len(stride):
             raise BadRecord("its description is damaged")
         stored = _STORAGE_DTYPES.get(cls.name)
@@ -152,7 +142,7 @@ _EDGE_BYTES = 1 << 12
 """What is read of either end of a larger record to find the values in it."""
 
 
-class _RecordFiller(Filler):
+class _RecordFiller(chunk_reads.Filler):
     """Fills rows from records; the first row of a record stands for all that are read from it.
 
     ``rows_of`` has all of them, by the first; ``places`` are ``[rows, 3]``, see PlacedIndex.
@@ -214,10 +204,12 @@ class _RecordFiller(Filler):
             else:
                 first = start + layout.start
         except BadRecord as error:
-            raise damaged(self._where(row), key, f"a record cannot be read: {error}") from error
+            raise chunk_reads.damaged(
+                self._where(row), key, f"a record cannot be read: {error}"
+            ) from error
         if isinstance(source, OpenFile):
-            return sum(Filler.read(self, row, source, first) for row in rows)
-        return sum(Filler.fill(self, row, source, first, num_bytes) for row in rows)
+            return sum(chunk_reads.Filler.read(self, row, source, first) for row in rows)
+        return sum(chunk_reads.Filler.fill(self, row, source, first, num_bytes) for row in rows)
 
     def _where(self, row: int) -> str:
         return self._reader.location_of(self.places[row])
@@ -302,7 +294,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         if place is None:
             raise _damaged("an object is stored nowhere", key, path=str(folder))
         where = f"{folder / place.file}, bytes from {place.offset} on ({key!r})"
-        content = read_extent(Extent(folder, *place), key)
+        content = chunk_reads.read_extent(chunk_reads.Extent(folder, *place), key)
         if key != COMMON_STATE_CELL:
             return deserialize(content, where, trusted=self.trusted)
         try:
@@ -392,7 +384,7 @@ class TorchDistReader(StorageReader):
     def read_box(
         self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
     ) -> torch.Tensor | None:
-        found = chunk_with(tensor, box)
+        found = chunk_reads.chunk_with(tensor, box)
         if found is None or not isinstance(self.checkpoint_dir, Path):
             return None
         grid, dtype = tensor.grid, tensor.dtype
@@ -404,12 +396,12 @@ class TorchDistReader(StorageReader):
             if layout is not None and layout.is_contiguous:
                 _require_form(layout.dtype, layout.shape, dtype.torch, shape)
                 window, start = Window(0, shape, found[1]), place.offset + layout.start
-                return read_single(self.files, place.file, start, window, dtype, memory)
+                return chunk_reads.read_single(self.files, place.file, start, window, dtype, memory)
         return None
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
         place = self.index.place(self.index.cell_row(key, cell))
-        return read_extent(Extent(self.checkpoint_dir, *place), key)
+        return chunk_reads.read_extent(chunk_reads.Extent(self.checkpoint_dir, *place), key)
 
     def location(self, chunk: MetadataIndex) -> str:
         return self.location_of(self.index.places[self.index.row(chunk)])
@@ -426,8 +418,8 @@ class TorchDistReader(StorageReader):
         filler = _RecordFiller(self, plan, planner)
         self._require_files(filler.places[:, 0], plan.table)
         rows = np.array([*filler.rows_of], dtype=np.int64)
-        reads = ChunkReads(rows, self.index.files, *filler.places[rows].T)
-        read_chunks(reads, filler, self.files, report=self.report)
+        reads = chunk_reads.ChunkReads(rows, self.index.files, *filler.places[rows].T)
+        chunk_reads.read_chunks(reads, filler, self.files, report=self.report)
         return done(None)
 
     def _require_files(self, numbers: Int64s, table: ReadTable) -> None:
@@ -439,8 +431,7 @@ class TorchDistReader(StorageReader):
             Finding("its file is missing", key, path=str(self.checkpoint_dir / file))
             for file, key in sorted({(files[numbers[row]], table.key(row)) for row in lost})
         ]
-        if findings:
-            raise CorruptCheckpointError("the checkpoint is damaged", findings)
+        CorruptCheckpointError.raise_if(findings, "the checkpoint is damaged")
 
 
 def _ending_at_the_edge(table: ReadTable, index: Index) -> ReadTable:

@@ -272,11 +272,9 @@ class TorchDistWriter(StorageWriter):
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         names_of_cells = (cell.unique_key for cell in object_cells(index.objects))
-        clashes = [key for key in names_of_cells if key in index]
-        if clashes:
-            problem = "is also the name of a cell of a ShardedObject"
-            findings = [Finding(problem, key, remedy="Rename it.") for key in clashes]
-            raise InvalidShardingError("keys of the state dict clash", findings)
+        problem = "is also the name of a cell of a ShardedObject"
+        clashes = [Finding(problem, k, remedy="Rename it.") for k in names_of_cells if k in index]
+        InvalidShardingError.raise_if(clashes, "keys of the state dict clash")
         names = [
             file_name(rank, number, prefix)
             for prefix in dict.fromkeys(("", self.separation_hint or ""))

@@ -39,13 +39,7 @@ from dist_checkpointing.mapping.tensor_memory import DTYPES
 from dist_checkpointing.planning.chunking import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.storage.interface import WriteResult
 from dist_checkpointing.strategies.base import PlannedSaveStrategy
-from dist_checkpointing.strategies.zarr.chunk_files import (
-    FileContent,
-    ZarrFolderLoadStrategy,
-    ZarrFolderReader,
-    ZarrFolderWriter,
-    make_codec,
-)
+from dist_checkpointing.strategies.zarr import chunk_files
 from dist_checkpointing.strategies.zarr_metadata import (
     METADATA_NAME,
     ChunkNames,
@@ -62,9 +56,10 @@ from dist_checkpointing.threads import in_threads
 _ZARRAY = ".zarray"
 _CHUNK_NAME = re.compile(r"\d+(\.\d+)*")
 _MAX_ZARRAY_BYTES = 1 << 20
+_RENAME = "Rename one of the two keys."
 
 
-class ZarrV2Reader(ZarrFolderReader):
+class ZarrV2Reader(chunk_files.ZarrFolderReader):
     """Reads zarr v2 arrays as Megatron writes them."""
 
     names: ClassVar[ChunkNames] = ChunkNames(list, lambda index: ".".join(map(str, index)) or "0")
@@ -86,15 +81,14 @@ class ZarrV2Reader(ZarrFolderReader):
         found = location.folders_with(root, _ZARRAY, ".sync")
         keys = [k for k in found if k not in going and is_known(f"{k}/{_ZARRAY}")]
         parsed = in_threads(described, keys, self.files.limits.run_threads)
-        if damaged:
-            raise CorruptCheckpointError("arrays have no readable metadata", damaged)
+        CorruptCheckpointError.raise_if(damaged, "arrays have no readable metadata")
         return Index.of(sorted(filter(None, parsed), key=lambda tensor: tensor.key))
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         return [f"{key}/{_ZARRAY}" for key in wanted]
 
 
-class ZarrV2Writer(ZarrFolderWriter):
+class ZarrV2Writer(chunk_files.ZarrFolderWriter):
     """Writes zarr v2 arrays in folders named by the key."""
 
     layout: WholeShardLayout = WholeShardLayout()
@@ -104,10 +98,16 @@ class ZarrV2Writer(ZarrFolderWriter):
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         for key in index:
             check_raw_key(key)
-        _check_nested_keys(index)
+        findings = [
+            Finding(f"its folder would be a chunk file of {key[:end]!r}", key, remedy=_RENAME)
+            for key in index
+            for end in (place for place, char in enumerate(key) if char == "/")
+            if key[:end] in index and _CHUNK_NAME.fullmatch(key[end + 1 :].partition("/")[0])
+        ]
+        InvalidShardingError.raise_if(findings, "two keys want the same file")
         return [CHECKSUMS_NAME, *index]
 
-    def describe(self, index: Index, rows: slice) -> Iterable[FileContent]:
+    def describe(self, index: Index, rows: slice) -> Iterable[chunk_files.FileContent]:
         for key in index.keys_column[rows]:
             tensor = index[key]
             content = {
@@ -126,25 +126,6 @@ class ZarrV2Writer(ZarrFolderWriter):
         """Nothing to add: each array describes itself."""
 
 
-def _check_nested_keys(index: Index) -> None:
-    """Refuse keys whose folder would be a chunk file of another key."""
-    findings = []
-    for key in index:
-        parts = key.split("/")
-        for depth in range(1, len(parts)):
-            above = "/".join(parts[:depth])
-            if above in index and _CHUNK_NAME.fullmatch(parts[depth]):
-                findings.append(
-                    Finding(
-                        f"its folder would be a chunk file of {above!r}",
-                        key,
-                        remedy="Rename one of the two keys.",
-                    )
-                )
-    if findings:
-        raise InvalidShardingError("two keys want the same file", findings)
-
-
 def _described_by(folder: Location, key: str) -> StoredTensor:
     path = folder / _ZARRAY
     with local_folder.parsing("arrays have no readable metadata", path, key):
@@ -159,10 +140,8 @@ def _described_by(folder: Location, key: str) -> StoredTensor:
         for name, (expected, *others) in _REQUIRED.items()
         if (found := content.get(name)) not in (expected, *others)
     ]
-    if findings:
-        raise UnsupportedFormatError("an array is stored in a way Megatron never does", findings)
-    dtype = tensor_memory.from_zarr_v2(dtype_name, key, str(path))
-    return StoredTensor(key, dtype, shape, chunks)
+    UnsupportedFormatError.raise_if(findings, "an array is stored in a way Megatron never does")
+    return StoredTensor(key, tensor_memory.from_zarr_v2(dtype_name, key, str(path)), shape, chunks)
 
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -187,7 +166,7 @@ class ZarrSaveShardedStrategy(PlannedSaveStrategy):
     writes: ClassVar[tuple[str, int]] = ("zarr", 1)
 
 
-class ZarrLoadShardedStrategy(ZarrFolderLoadStrategy):
+class ZarrLoadShardedStrategy(chunk_files.ZarrFolderLoadStrategy):
     """Loads ("zarr", 1).
 
     Example:
@@ -277,7 +256,7 @@ def _root_json(index: Index) -> bytes:
     return f"{before}{{{nodes}}}{after}".encode()
 
 
-class ZarrV3Reader(ZarrFolderReader):
+class ZarrV3Reader(chunk_files.ZarrFolderReader):
     """Reads what ZarrV3Writer wrote."""
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
@@ -288,7 +267,7 @@ class ZarrV3Reader(ZarrFolderReader):
         return rebuild_index(self.checkpoint_dir)
 
 
-class ZarrV3Writer(ZarrFolderWriter):
+class ZarrV3Writer(chunk_files.ZarrFolderWriter):
     """Writes zarr v3 arrays, consolidated metadata and the index."""
 
     layout: RowBlockLayout = RowBlockLayout()
@@ -298,7 +277,7 @@ class ZarrV3Writer(ZarrFolderWriter):
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         return [*super().created_names(index, world_size=world_size), METADATA_NAME]
 
-    def describe(self, index: Index, rows: slice) -> Iterable[FileContent]:
+    def describe(self, index: Index, rows: slice) -> Iterable[chunk_files.FileContent]:
         for name, text in node_texts(index, self.codec_name, 2, rows):
             yield name, text.encode()
 
@@ -319,8 +298,7 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
     if not location.is_file(path):
         raise CorruptCheckpointError(message, [Finding("missing", path=str(path))])
     with local_folder.parsing(message, path):
-        root = location.read_json(path, _MAX_METADATA_BYTES)
-        nodes = root["consolidated_metadata"]["metadata"]
+        nodes = location.read_json(path, _MAX_METADATA_BYTES)["consolidated_metadata"]["metadata"]
         going = {
             name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names
         }
@@ -335,7 +313,7 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
         if len(codecs) > 1:
             raise ValueError(f"arrays with different codecs: {codecs}")
         index = replace(Index.of(tensors), codec=codecs.pop() if codecs else None)
-        make_codec(index.codec)
+        chunk_files.make_codec(index.codec)
         return Index.from_json(index.to_json(), str(path))  # which checks every number in it
 
 
@@ -364,11 +342,11 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
         **options: Any,
     ) -> None:
         super().__init__(backend, version, **options)
-        make_codec(codec)  # an unknown name is an error here and now
+        chunk_files.make_codec(codec)  # an unknown name is an error here and now
         self.writer_options: dict[str, Any] = {"codec_name": codec}
 
 
-class Zarr3LoadShardedStrategy(ZarrFolderLoadStrategy):
+class Zarr3LoadShardedStrategy(chunk_files.ZarrFolderLoadStrategy):
     """Loads ("zarr", 2).
 
     Example:

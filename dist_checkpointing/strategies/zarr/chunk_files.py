@@ -54,22 +54,9 @@ from dist_checkpointing.storage.interface import (
 )
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.staging import StagingBuffers, is_on_gpu
+from dist_checkpointing.strategies import chunk_reads, incremental
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
-from dist_checkpointing.strategies.chunk_reads import (
-    ChunkReads,
-    Filler,
-    chunk_with,
-    damaged,
-    read_chunks,
-    read_single,
-)
 from dist_checkpointing.strategies.data_files import write_window
-from dist_checkpointing.strategies.incremental import (
-    BaseParts,
-    Candidates,
-    PlanDigests,
-    share_parts,
-)
 from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import zstd_content_bytes
 from dist_checkpointing.strategies.zarr_metadata import CODECS, ChunkNames, chunk_keys, padded_chunk
 from dist_checkpointing.threads import in_threads
@@ -124,8 +111,7 @@ def make_codec(name: str | None) -> Codec | None:
     if name is None:
         return None
     if name not in CODECS:
-        expected = ", ".join(CODECS)
-        finding = Finding("unknown codec", expected=expected, found=repr(name))
+        finding = Finding("unknown codec", expected=", ".join(CODECS), found=repr(name))
         raise UnsupportedFormatError("cannot store or read chunks this way", [finding])
     own = {"shuffle": numcodecs.Blosc.SHUFFLE} if name == "blosc" else {}
     return numcodecs.get_codec({"id": name} | CODECS[name] | own)
@@ -168,7 +154,7 @@ def write_part(path: str, array: Array, chunk_shape: Ints, box: Box) -> int:
 
 def read_decoded(codec: Codec, path: Location, num_bytes: int, key: str) -> Array:
     """The bytes of the values of a compressed chunk."""
-    corrupt = partial(damaged, str(path), key)
+    corrupt = partial(chunk_reads.damaged, str(path), key)
     try:
         encoded = location.read_bytes(path, 2 * num_bytes + 2**20)
     except FileNotFoundError as error:
@@ -206,18 +192,16 @@ class ZarrFolderWriter(StorageWriter):
         assert index is not None
         # Any rank can describe any array, so each takes its share, also of those without chunks.
         described = [*self.describe(index, slice(self.rank, None, self.world_size))]
-        names, is_whole = (
-            chunk_keys(table, index, self.reader_type.names),
-            _fill_chunks(table, index),
-        )
+        names = chunk_keys(table, index, self.reader_type.names)
+        is_whole = _fill_chunks(table, index)
         paths = itertools.chain((name for name, _ in described), names)
         for folder in sorted({path.rpartition("/")[0] for path in paths}):
             location.make_folder(self.checkpoint_dir / folder)
         data_of, sizes = planner.data_of(plan), table.num_bytes
         with_checksums = options.checksum is Checksum.XXH3
-        digests = PlanDigests(table, data_of, options)
+        digests = incremental.PlanDigests(table, data_of, options)
         codec = make_codec(self.codec_name)
-        shared, _ = share_parts(
+        shared, _ = incremental.share_parts(
             self,
             self.reader_type,
             table,
@@ -295,12 +279,12 @@ class ZarrFolderWriter(StorageWriter):
 
     def _files_in_base(
         self,
-        base: BaseParts,
+        base: incremental.BaseParts,
         table: ShardTable,
         index: Index,
         names: Sequence[str],
         is_whole: Bools,
-    ) -> Candidates:
+    ) -> incremental.Candidates:
         """The rows that fill a chunk file of the same shape in the base, and that file."""
 
         def chunk(stored: Index, row: int) -> Ints:
@@ -316,7 +300,7 @@ class ZarrFolderWriter(StorageWriter):
         files = tuple(stored[names[row]] for row in rows)
         extents = np.zeros((len(rows), 3), dtype=np.int64)
         extents[:, 0], extents[:, 2] = np.arange(len(rows)), [file.num_bytes for file in files]
-        return Candidates(np.array(rows, dtype=np.int64), files, extents)
+        return incremental.Candidates(np.array(rows, dtype=np.int64), files, extents)
 
 
 def _fill_chunks(table: ShardTable, index: Index) -> Bools:
@@ -337,15 +321,15 @@ class ZarrFolderReader(StorageReader):
     def read_box(
         self, tensor: StoredTensor, box: Box, memory: Callable[..., torch.Tensor]
     ) -> torch.Tensor | None:
-        found = chunk_with(tensor, box)
+        found = chunk_reads.chunk_with(tensor, box)
         if found is None or self._index.codec is not None:
             return None
-        window, (folder,) = (
-            Window(0, tensor.grid.chunk_shape, found[1]),
-            self.names.folders([tensor.key]),
-        )
+        (folder,) = self.names.folders([tensor.key])
+        window = Window(0, tensor.grid.chunk_shape, found[1])
         name = f"{folder}/{self.names.chunk(found[0])}"
-        return read_single(self.files, name, 0, window, tensor.dtype, memory, is_all=True)
+        return chunk_reads.read_single(
+            self.files, name, 0, window, tensor.dtype, memory, is_all=True
+        )
 
     def location(self, chunk: MetadataIndex) -> str:
         (name,) = chunk_keys(reads_of([chunk], self._index), self._index, self.names)
@@ -374,12 +358,12 @@ class ZarrFolderReader(StorageReader):
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         files = np.fromiter(map(numbers.__getitem__, names), dtype=np.int64, count=len(names))
         sizes = stored_bytes(table, self._index)
-        filler = Filler(plan, planner, self._index, self.files)
+        filler = chunk_reads.Filler(plan, planner, self._index, self.files)
         if codec is None:
             starts = np.zeros_like(files)
             rows = np.arange(len(table))
-            reads = ChunkReads(rows, [*numbers], files, starts, sizes, fill_files=True)
-            read_chunks(reads, filler, self.files, report=self.report)
+            reads = chunk_reads.ChunkReads(rows, [*numbers], files, starts, sizes, fill_files=True)
+            chunk_reads.read_chunks(reads, filler, self.files, report=self.report)
             return done(None)
         order = np.argsort(files, kind="stable")
         of_files = np.split(order, np.flatnonzero(np.diff(files[order])) + 1) if len(order) else []

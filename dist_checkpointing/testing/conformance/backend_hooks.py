@@ -100,8 +100,7 @@ class BackendHooks:
         """Load the templates of simulated ranks; returns the results of ``load`` in rank order."""
 
         def one(comm: Comm) -> Any:
-            strategy = self.load_strategy()
-            return load(template_of(comm.rank), folder, strategy, comm=comm, **options)
+            return load(template_of(comm.rank), folder, self.load_strategy(), comm=comm, **options)
 
         return run_ranks(world_size, one)
 
@@ -117,9 +116,7 @@ class BackendHooks:
         """All tensors whole, in this process, by key, and the common state."""
         strategy = self.load_strategy()
         everything: Any = load_tensors_metadata(folder, strategy)
-        result: Any = load(everything, folder, strategy)
-        assert isinstance(result, dict)
-        return result
+        return load(everything, folder, strategy)
 
 
 def _largest_file(folder: Path) -> Path:

@@ -193,8 +193,7 @@ class StorageProtocol(BackendHooks):
         folder = tmp_path / "not" / "yet"
         state = {} if is_empty else _state(1, 0)
         self.planned_saver().save(state, folder)
-        found = self.planned_loader().load_tensors_metadata(folder)
-        assert found.keys() == state.keys()
+        assert self.planned_loader().load_tensors_metadata(folder).keys() == state.keys()
 
     def test_async_commits_at_the_end(self, tmp_path: Path) -> None:
         """An asynchronous save is a checkpoint after it is finalized on all ranks, not before."""

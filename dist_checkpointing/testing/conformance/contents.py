@@ -105,10 +105,6 @@ def _view(kind: str, values: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(values)
 
 
-def _between(strided: torch.Tensor) -> torch.Tensor:
-    return strided.as_strided(strided.shape, strided.stride(), strided.storage_offset() + 1)
-
-
 class RoundTrips(BackendHooks):
     """Saved and loaded values are the same bit for bit."""
 
@@ -236,7 +232,8 @@ class RoundTrips(BackendHooks):
             for name, tensor in result.items():
                 assert tensor is given[rank][name].data, f"{name}: not the given tensor"
                 if kind == "strided" and tensor is not None and tensor.numel():
-                    assert (_between(tensor) == _GUARD).all(), f"{name}: wrote beside it"
+                    place = tensor.shape, tensor.stride(), tensor.storage_offset() + 1
+                    assert (tensor.as_strided(*place) == _GUARD).all(), f"{name}: wrote beside it"
 
 
 class Contents(BackendHooks):

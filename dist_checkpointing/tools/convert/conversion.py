@@ -178,8 +178,7 @@ def convert(
         # Before memory is divided, so that the checksums count.
         not_verified: str | None = "verification was turned off"
         if options.verify:
-            has_checksums = stored.find_checksums()
-            is_verified = has_checksums or not plan.tensors
+            is_verified = stored.find_checksums() or not plan.tensors
             not_verified = None if is_verified else "the source keeps no checksums"
         target = Target(stored, plan, place, to, options)
         if not (options.overwrite or options.dry_run):
@@ -288,9 +287,8 @@ class Target:
             for key, text in expected.items()
             if found.get(key) != text
         ]
-        if findings:
-            problem = "what was written has other fingerprints than the source"
-            raise CorruptCheckpointError(problem, findings)
+        problem = "what was written has other fingerprints than the source"
+        CorruptCheckpointError.raise_if(findings, problem)
         return len(expected)
 
     def _require_place(self) -> None:

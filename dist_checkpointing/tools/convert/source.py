@@ -63,8 +63,7 @@ class Source:
             for key, tensor in self.made.tensors.items()
             if any(p.key is None and p.fill == "template" for p in tensor.pieces)
         ]
-        if findings:
-            raise StateMismatchError("the recipe needs a template", findings)
+        StateMismatchError.raise_if(findings, "the recipe needs a template")
         self.index: Index = self.made.index
         self.objects: Mapping[str, ObjectHandle] = {
             new: opened.objects[old] for new, old in self.made.objects.items()
@@ -114,8 +113,7 @@ class Source:
         parts = (part for leaf in leaves for part in source_leaves(made, leaf, steps))
         sized = ((part, part.box.num_elements * made.stored[part.key].dtype.itemsize)
                  for part in parts)  # fmt: skip
-        batches = in_batches(sized, _TOGETHER_BYTES, _MOST_TOGETHER)
-        for batch in itertools.chain(batches, [[]]):
+        for batch in itertools.chain(in_batches(sized, _TOGETHER_BYTES, _MOST_TOGETHER), [[]]):
             stored = self.checks.read([(part.key, part.box) for part in batch])
             for part, values in zip(batch, stored, strict=True):
                 assert part.data is not None
@@ -205,5 +203,4 @@ class PartChecks:
 
 
 def _refuse(findings: Sequence[Finding], message: str = "the source is not what was saved") -> None:
-    if findings:
-        raise CorruptCheckpointError(message, findings)
+    CorruptCheckpointError.raise_if(findings, message)
