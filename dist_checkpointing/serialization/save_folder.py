@@ -133,8 +133,9 @@ class SaveFolder:
         if is_file:
             self.path = self.data = partial_folder(folder)
         self._hooks, self.disks, self._overwrite = hooks, hooks.disks, overwrite
-        shared = str(self.file or self.path)
-        self.destination = shared if self.disks is None else self.disks.destination
+        self.destination = (
+            str(self.file or self.path) if self.disks is None else self.disks.destination
+        )
         self._attempt: Attempt | StoreAttempt | None = None
 
     def claim(
