@@ -484,9 +484,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CorruptCheckpointError: if it was deleted or overwritten.
         """
         if not self.is_committed:
-            finding = Finding(
-                "deleted or overwritten", path=str(self.path), remedy="Open it again."
-            )
+            problem, remedy = "deleted or overwritten", "Open it again."
+            finding = Finding(problem, path=str(self.path), remedy=remedy)
             message = "it changed: this is not the checkpoint that was opened"
             raise CorruptCheckpointError(message, [finding])
 

@@ -83,9 +83,8 @@ class Comm(ABC):
         If all failed ranks have a CheckpointingException of one class, the error has that class and
         the findings of all ranks. Otherwise it is a RankFailedError with the tracebacks as text.
         """
-        self._raise_any(
-            step, self._all_failures(step, None if error is None else Failure.of(error)), error
-        )
+        failures = self._all_failures(step, Outcome(step, error=error).failure)
+        self._raise_any(step, failures, error)
 
     @contextmanager
     def agreed(self, step: str) -> Iterator[None]:

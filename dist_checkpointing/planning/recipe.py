@@ -350,9 +350,8 @@ def _together(texts: Iterable[str]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for text in texts:
         alike.setdefault(_of_layers(text), []).append(text)
-    return [
-        own[0] if len(own) == 1 else f"{pattern}  ({len(own)})" for pattern, own in alike.items()
-    ]
+    groups = alike.items()
+    return [own[0] if len(own) == 1 else f"{pattern}  ({len(own)})" for pattern, own in groups]
 
 
 def derive(

@@ -493,9 +493,8 @@ class Stack(JoinRule, name="stack"):
         if missing:
             listed = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
             raise Misfit(f"layers are missing: {listed}", found=f"layers {sorted(keys)}")
-        layers = [
-            part.permuted([None, *range(len(part.shape))]) for _, part in sorted(parts.items())
-        ]
+        ordered = [part for _, part in sorted(parts.items())]
+        layers = [part.permuted([None, *range(len(part.shape))]) for part in ordered]
         _require_alike(layers, 0)
         return DerivedTensor.joined(layers, 0)
 

@@ -328,9 +328,8 @@ class SharedIndex:
             pieces.append(some)
         columns = [*map(list, zip(*rows, strict=True))] or [[], [], [], []]
         names, dtypes, shapes, chunks = columns
-        return Index(
-            names, dtypes, shapes, chunks, PieceColumns.joined(pieces), objects, self.codec
-        )
+        joined = PieceColumns.joined(pieces)
+        return Index(names, dtypes, shapes, chunks, joined, objects, self.codec)
 
 
 def _pack(rows: Sequence[tuple[Any, ...]], pieces: Mapping[str, Pieces]) -> bytes:

@@ -325,9 +325,8 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
                 return
             is_through = last.wait(timeout_seconds)
             if timeout_seconds is not None and not self._comm.all_same(0 if is_through else None):
-                raise TimeoutError(
-                    f"the save into {last.checkpoint_dir} still runs after {timeout_seconds:g} s"
-                )
+                folder = last.checkpoint_dir
+                raise TimeoutError(f"the save into {folder} still runs after {timeout_seconds:g} s")
             self._last = None
             last.finish(self._comm)
 

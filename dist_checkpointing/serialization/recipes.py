@@ -316,9 +316,8 @@ def _index_of(of_ranks: Iterable[Shapes]) -> Index:
             expected = found.setdefault(key, (shape, dtype))
             if expected != (shape, dtype):
                 first, own = (f"{d.name}{list(s)}" for s, d in (expected, (shape, dtype)))
-                findings.append(
-                    Finding("other ranks have another tensor", key, first, own, (rank,))
-                )
+                problem = "other ranks have another tensor"
+                findings.append(Finding(problem, key, first, own, (rank,)))
     InvalidShardingError.raise_if(findings, "the recipe cannot be applied")
     return Index.of(StoredTensor.undivided(key, dtype, s) for key, (s, dtype) in found.items())
 

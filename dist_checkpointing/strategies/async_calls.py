@@ -177,9 +177,8 @@ class AsyncCallsQueue:
                     if error is not None:
                         raise error
                 if not comm.all_same(index):
-                    finding = Finding(
-                        "ranks finalize different calls", found=index, ranks=(comm.rank,)
-                    )
+                    problem = "ranks finalize different calls"
+                    finding = Finding(problem, found=index, ranks=(comm.rank,))
                     raise CheckpointingException("Unmatched async calls", [finding])
                 request.finalize(comm)
                 finalized.append(index)

@@ -104,9 +104,8 @@ class CheckpointableShardedTensor(_WithoutMemory):
     def __new__(cls, data: torch.Tensor, sh_ten: ShardedTensor) -> Self:
         if sh_ten.flattened_range is not None:
             remedy = "Use LocalShardsContainer.from_sh_tens, which cuts it into boxes."
-            raise _unfit(
-                "a flattened shard is not one box of its tensor", sh_ten.key, remedy=remedy
-            )
+            problem = "a flattened shard is not one box of its tensor"
+            raise _unfit(problem, sh_ten.key, remedy=remedy)
         if tuple(data.shape) != tuple(sh_ten.local_shape):
             expected, found = tuple(sh_ten.local_shape), tuple(data.shape)
             raise _unfit("data has another shape", sh_ten.key, expected=expected, found=found)

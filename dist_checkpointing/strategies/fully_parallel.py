@@ -161,9 +161,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         """
         strategy, own = self._sharing(sharded_state_dict)
         if not isinstance(strategy, AsyncSaveShardedStrategy):
-            raise CheckpointingException(
-                f"Cannot apply async_save to non-async strategy {strategy}"
-            )
+            message = f"Cannot apply async_save to non-async strategy {strategy}"
+            raise CheckpointingException(message)
         return strategy.async_save(own, checkpoint_dir)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
@@ -211,9 +210,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         comm = self._group.comm(everybody)
         if comm.world_size == 1:
             return leaves
-        writers = self._group.cache.work_out(
-            comm, "sharing out the replicas", describe_own, writers_of
-        )
+        step = "sharing out the replicas"
+        writers = self._group.cache.work_out(comm, step, describe_own, writers_of)
         marked: dict[Any, ShardedBase] = {}
         for source, (path, leaf) in enumerate(leaves.items()):
             marked[path] = copy.copy(leaf)

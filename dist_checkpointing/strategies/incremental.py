@@ -181,9 +181,8 @@ def _boxes(table: ShardTable | checksums.ChecksumColumns) -> list[tuple[str, byt
     ndim = table.ndim.astype(np.int64)
     columns = [ndim, table.is_object.astype(np.int64), *table.flat.T]
     boxes = row_bytes(columns, (table.offsets, table.shapes), ndim)
-    return [
-        (table.names[key], bytes(box)) for key, box in zip(table.keys.tolist(), boxes, strict=True)
-    ]
+    rows = zip(table.keys.tolist(), boxes, strict=True)
+    return [(table.names[key], bytes(box)) for key, box in rows]
 
 
 def _has_same_dtype(table: ShardTable, index: Index) -> Bools:
@@ -224,9 +223,8 @@ class PlanDigests:
         digests = dict(zip([*small, *large], made, strict=True))
         digests.update(self._digests_of_copies([row for row in digests if digests[row] is None]))
         order = np.array(list(digests), dtype=np.int64)
-        self.columns[order] = checksums.columns_of(
-            [digest for digest in digests.values() if digest]
-        )
+        found = [digest for digest in digests.values() if digest]
+        self.columns[order] = checksums.columns_of(found)
         self.known[order] = True
 
     def digest(self, row: int) -> bytes | None:

@@ -98,9 +98,8 @@ def filled_rows(
     stored = padded_rows(shapes, 1)
     numbers, types = index.dtypes_of(wanted.keys)
     known = {dtype.torch: number for number, dtype in enumerate(types) if dtype is not None}
-    counts = np.where(
-        wanted.flat[:, 0] >= 0, np.diff(wanted.flat)[:, 0], wanted.shapes.prod(axis=1)
-    )
+    lengths = np.diff(wanted.flat)[:, 0]
+    counts = np.where(wanted.flat[:, 0] >= 0, lengths, wanted.shapes.prod(axis=1))
     # In CPU memory in C order, and in the stored dtype.
     is_whole: Bools = numbers == [known.get(dtype, -1) for dtype in wanted.data_dtypes]
     is_whole &= (wanted.addresses >= 0) & (wanted.num_bytes == counts * itemsizes)

@@ -163,9 +163,8 @@ def handle_strictly(
     if flag in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
         with comm.agreed("comparing keys"):
             hints = _hinted(sorted(unexpected), stored_keys)
-            findings = [
-                Finding(f"asked for, but not in the checkpoint{near}", k) for k, near in hints
-            ]
+            absent = "asked for, but not in the checkpoint"
+            findings = [Finding(f"{absent}{near}", key) for key, near in hints]
             unasked = "in the checkpoint, but asked for by no rank"
             findings += [Finding(unasked, key) for key in sorted(missing)]
             StateMismatchError.raise_if(findings, mismatch_text(missing, unexpected))

@@ -60,9 +60,8 @@ def check_is_distributed_checkpoint(checkpoint_dir: Folder) -> bool:
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: Folder) -> None:
-    local_folder.write_atomic(
-        Path(checkpoint_dir) / CONFIG_FNAME, json.dumps(asdict(config)).encode()
-    )
+    content = json.dumps(asdict(config)).encode()
+    local_folder.write_atomic(Path(checkpoint_dir) / CONFIG_FNAME, content)
 
 
 _DATA = re.compile(r".*__\d+_\d+\.distcp")

@@ -93,9 +93,8 @@ class DCPKeys:
         }
         path = folder / DCP_KEYS_NAME
         path.parent.mkdir(exist_ok=True)
-        local_folder.write_atomic(
-            path, json.dumps(content, separators=(",", ":")).encode(), durability
-        )
+        data = json.dumps(content, separators=(",", ":")).encode()
+        local_folder.write_atomic(path, data, durability)
 
     @classmethod
     def read(cls, folder: Location) -> DCPKeys | None:

@@ -142,9 +142,8 @@ def check_complete(
             findings.append(Finding("was not written by any rank", name, remedy=remedy))
         elif size is not None and index[name].global_shape != tuple(size):
             expected, found = tuple(size), index[name].global_shape
-            findings.append(
-                Finding("another shape was written", name, expected, found, remedy=remedy)
-            )
+            problem = "another shape was written"
+            findings.append(Finding(problem, name, expected, found, remedy=remedy))
     CheckpointingException.raise_if(findings, "DCP's cached plans are not those of this state dict")
 
 

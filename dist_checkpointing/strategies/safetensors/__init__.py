@@ -120,9 +120,8 @@ class SafetensorsCommonSaveStrategy(SaveCommonStrategy):
         held = {*texts_of(common_state_dict), MODEL_FILES_KEY}
         if left_out := [str(key) for key in common_state_dict if key not in held]:
             names = ", ".join(left_out)
-            logger.warning(
-                "%s: left out, because the format has no place: %s", checkpoint_dir, names
-            )
+            text = "%s: left out, because the format has no place: %s"
+            logger.warning(text, checkpoint_dir, names)
         return []
 
     def save_sharded_objects(

@@ -75,9 +75,8 @@ class SafetensorsReader(StorageReader):
                 (length,) = struct.unpack("<Q", file.view(0, 8).tobytes())
                 if length > min(model_files.MAX_HEADER_BYTES, num_bytes - 8):
                     raise ValueError(f"its header cannot have {length} bytes")
-                return model_files.parse_header(
-                    file.view(8, length).tobytes(), 8 + length, num_bytes
-                )
+                text = file.view(8, length).tobytes()
+                return model_files.parse_header(text, 8 + length, num_bytes)
             except EOFError as error:
                 raise ValueError("the file is truncated") from error
 

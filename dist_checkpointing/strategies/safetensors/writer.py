@@ -93,9 +93,8 @@ class SafetensorsWriter(StorageWriter):
             if dtype.name not in model_files.CODE_OF_DTYPE
         ]
         if model_files.METADATA_KEY in index:
-            findings.append(
-                Finding("safetensors keeps texts under this name", model_files.METADATA_KEY)
-            )
+            reserved = "safetensors keeps texts under this name"
+            findings.append(Finding(reserved, model_files.METADATA_KEY))
         findings += [
             Finding("no name of a file beside a model", found=name)
             for name in self.extra_files

@@ -243,9 +243,8 @@ def split(
         for key, shape in kept.objects.items()
         for cell in itertools.product(*map(range, shape))
     }
-    is_kept = np.array(
-        [key.partition(b"/")[0] in tensors or key in cells for key in keys], dtype=np.bool_
-    )
+    flags = [key.partition(b"/")[0] in tensors or key in cells for key in keys]
+    is_kept = np.array(flags, dtype=np.bool_)
     rest, staying, in_use = None, values, set(tree.files)
     if not is_kept.all():
         staying, in_use = _with_texts(root, values.rows(np.flatnonzero(is_kept))), set()

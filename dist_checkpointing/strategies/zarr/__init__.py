@@ -299,9 +299,8 @@ def rebuild_index(checkpoint_dir: Location) -> Index:
         raise CorruptCheckpointError(message, [Finding("missing", path=str(path))])
     with local_folder.parsing(message, path):
         nodes = location.read_json(path, _MAX_METADATA_BYTES)["consolidated_metadata"]["metadata"]
-        going = {
-            name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names
-        }
+        noted = noted_removal(checkpoint_dir).values()
+        going = {name.split("/")[0] for names in noted for name in names}
         is_known, names = known_files(checkpoint_dir), {*location.names_in(checkpoint_dir)}
         others = sorted(n for n in names - going - nodes.keys() if is_known(f"{n}/{METADATA_NAME}"))
         unlisted = [n for n in others if location.is_file(checkpoint_dir / n / METADATA_NAME)]

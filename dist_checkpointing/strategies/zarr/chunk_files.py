@@ -253,9 +253,8 @@ class ZarrFolderWriter(StorageWriter):
             # Rank 0 commits, which makes its own names durable.
             location.fsync_folders(made, root, to_root=self.rank > 0)
         uppers, checksums = digests.columns.T if with_checksums else (None, None)
-        return done(
-            WriteResults(table, sizes, checksums=checksums, files=tuple(files), uppers=uppers)
-        )
+        sealed = tuple(files)
+        return done(WriteResults(table, sizes, checksums=checksums, files=sealed, uppers=uppers))
 
     def _write_parts(
         self, table: ShardTable, row: int, tensor: StoredTensor, data: torch.Tensor

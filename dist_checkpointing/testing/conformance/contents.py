@@ -111,9 +111,8 @@ class RoundTrips(BackendHooks):
     @WORLD_SIZES
     def test_every_dtype_bit_for_bit(self, tmp_path: Path, world_size: int) -> None:
         """NaN payloads, negative zeros and denormals too, on a chunk grid and in pieces."""
-        tensors = {
-            str(dtype): random_bits(CUT_SHAPE, dtype, i) for i, dtype in enumerate(self.dtypes)
-        }
+        seeds = enumerate(self.dtypes)
+        tensors = {str(dtype): random_bits(CUT_SHAPE, dtype, seed) for seed, dtype in seeds}
         saved: dict[str, Sharding] = {"grid": by_rows, "pieces": CUTS["unevenly"]}
 
         def shards_of(rank: int, cuts: dict[str, Sharding] = saved) -> dict[str, Any]:
@@ -160,9 +159,8 @@ class RoundTrips(BackendHooks):
     ) -> None:
         """Global extents of 0, shards of extent 0, ranks without shards, 0-d tensors."""
         scalar, one = random_bits((), torch.float32, 1), random_bits((1,), torch.int16, 2)
-        empties = {
-            f"empty {shape}": torch.empty(shape) for shape in ((0,), (0, 3), (4, 0), (2, 0, 3))
-        }
+        shapes = ((0,), (0, 3), (4, 0), (2, 0, 3))
+        empties = {f"empty {shape}": torch.empty(shape) for shape in shapes}
         layers = torch.arange(3.0)
 
         def state_of(rank: int) -> dict[str, Any]:
@@ -388,10 +386,8 @@ class Contents(BackendHooks):
         self.save_on(2, before, lambda rank: rows_of(full, 2, rank))
         after.parent.mkdir()
         before.rename(after)
-        telling = [
-            p for p in after.rglob("*") if p.is_file() and str(before).encode() in p.read_bytes()
-        ]
-        assert not telling
+        files = [path for path in after.rglob("*") if path.is_file()]
+        assert not [path for path in files if str(before).encode() in path.read_bytes()]
         self.check_on(1, after, lambda _: whole(full))
 
     def test_remove_sharded_tensors(self, tmp_path: Path) -> None:

@@ -367,9 +367,8 @@ class Target:
         """This rank's share of tensors without memory in boxes of at most ``most_bytes``, which lie
         side by side, and on rank 0 all objects.
         """
-        boxes = [
-            (tensor, box) for tensor in self.plan.tensors for box in shards(tensor, most_bytes)
-        ]
+        tensors = self.plan.tensors
+        boxes = [(tensor, box) for tensor in tensors for box in shards(tensor, most_bytes)]
         ends = np.cumsum([tensor.num_bytes_of(box) for tensor, box in boxes])
         limits = np.linspace(0, ends[-1] if boxes else 0, comm.world_size + 1)[comm.rank :][:2]
         first, last = np.searchsorted(ends, limits, side="right")
