@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -622,8 +621,6 @@ class Failure:
 
 def play(history: History, *, keeps_log: bool = False) -> Failure | World:
     """Play a history; what was found wrong, or the world in which all went well."""
-    # Imports draw random numbers, and must not draw those of a history.
-    importlib.import_module(f"dist_checkpointing.strategies.{history.backend[0]}")
     world = World(
         history.seed,
         machines=history.machines,

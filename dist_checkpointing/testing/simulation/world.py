@@ -15,6 +15,7 @@ import gc
 import importlib
 import itertools
 import os
+import pkgutil
 import random
 import sys
 import threading
@@ -179,6 +180,7 @@ class World:
     @contextmanager
     def _installed(self) -> Iterator[None]:
         """Let threads of this world meet it instead of the operating system in the body."""
+        _import_library()
         was_enabled = gc.isenabled()
         gc.disable()  # it would run finalizers at any time
         random_state = random.getstate()
@@ -406,6 +408,21 @@ class World:
     def _disks(self) -> list[Disk]:
         machines = self.machines.values()
         return [self.shared, *(m.disk for m in machines), *(m.memory for m in machines)]
+
+
+@functools.cache
+def _import_library() -> None:
+    """Import what saves and loads import on first use.
+
+    In a world, its locks would be real ones, which stop the whole world, and what draws random
+    numbers when it is imported would draw those of the world.
+    """
+    import dist_checkpointing  # noqa: PLC0415 - the whole of it, for its path
+
+    others = tuple(f"{_LIBRARY}{room}" for room in ("interop", "testing", "tools"))
+    for found in pkgutil.walk_packages(dist_checkpointing.__path__, _LIBRARY):
+        if not found.name.startswith((*others, f"{_LIBRARY}__main__")):
+            importlib.import_module(found.name)
 
 
 @functools.cache
