@@ -118,7 +118,7 @@ class RunFolder:
         with self._lock:
             folder = self.folder(step)
             if is_committed(folder):
-                self.finish_replacing()
+                self.finish_replacing(folder.name)
                 lock = FolderLock.acquire(folder)
                 try:
                     folder.rename(folder.with_name(f"{folder.name}{_REPLACED}"))
@@ -146,8 +146,11 @@ class RunFolder:
             self._set_aside = None
             self.finish_replacing()
 
-    def finish_replacing(self) -> None:
-        """Delete what was set aside for saves that have committed; put back what was for others."""
+    def finish_replacing(self, own: str = "") -> None:
+        """Delete what was set aside for saves that have committed; put back what was for others.
+
+        A copy that is about to get the name ``own`` stays.
+        """
         with self._lock, tolerant(f"what was set aside in {self.root} stays there"):
             for name in location.names_in(self.root) if self.is_on_disk else ():
                 step, ending = Path(name).stem, Path(name).suffix
@@ -155,7 +158,8 @@ class RunFolder:
                 if ending not in (_REPLACED, _STAGED) or not STEP_FOLDER.fullmatch(step):
                     continue
                 if ending == _STAGED:
-                    _clear(aside)
+                    if step != own:
+                        _clear(aside)
                     continue
                 FolderLock.acquire(aside).release()  # refused while the save goes on
                 if is_committed(folder) or not is_committed(aside):

@@ -335,3 +335,19 @@ def test_a_full_place_hands_on_to_the_next_one(
         assert manager.load(state(0))["value"] == 2
         manager.save(3, state(3))
     assert (names_in(tmp_path / "near"), names_in(tmp_path / "disk")) == ([1, 3], [1, 2, 3])
+
+
+def test_a_disk_that_is_not_due_for_a_step_gets_the_save_that_replaces_its_own(
+    tmp_path: Path,
+) -> None:
+    root, near, disk = new_url(), tmp_path / "near", tmp_path / "disk"
+    places = [dc.Place(near), dc.Place(disk, every=50), dc.Place(root, every=500)]
+    with dc.CheckpointManager(places) as manager:
+        manager.save(50, state(1))
+        manager.save(100, state(2))
+        manager.save(100, state(3), overwrite=True)  # for which the disk is not due again
+        manager.save(101, state(4))
+    shutil.rmtree(near)
+    with dc.CheckpointManager(places) as manager:
+        assert manager.folder(100).parent == disk
+        assert manager.load(state(0), 100)["value"] == 3
