@@ -12,6 +12,7 @@ import torch
 from clusters import NODES, ROOT, Cluster, is_copy
 from dist_checkpointing import CheckpointManager, Place, Retention
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import UnsupportedFormatError
 from dist_checkpointing.testing.simulation.world import MEMORY, OWN, SHARED, Fault
 from faults import store_down
 from states import rows
@@ -233,6 +234,15 @@ def test_damage_in_memory_is_found_and_read_from_the_disk() -> None:
         assert made.load() == (2, [])
 
     played(act, memory=True)
+
+
+def test_a_folder_that_all_machines_see_is_the_last_place() -> None:
+    def act(made: PeerCopies) -> None:
+        made.places.insert(1, Place(f"{SHARED}/between"))
+        with pytest.raises(UnsupportedFormatError, match="shared by the same ranks"):
+            made.on(lambda comm: CheckpointManager(made.places, comm=comm))
+
+    played(act)
 
 
 @pytest.mark.parametrize("failing", [1, 1000])
