@@ -206,7 +206,7 @@ class World:
         try:
             yield
         finally:
-            gc.collect()  # what is left of killed processes closes its files here
+            gc.collect(0)  # what is left of killed processes closes its files here
             for owner, name, call in before:
                 setattr(owner, name, call)
             self._calls.close_all()
