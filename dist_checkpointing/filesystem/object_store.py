@@ -168,11 +168,11 @@ class ObjectStore:
 
         obstore repeats requests itself ``max_retries`` times, but does not read an answer again.
         """
-        chosen = replace(self.options, max_retries=max_retries)
+        chosen = self.options, max_retries
         if self.url.startswith("memory:"):  # of the process, however it is reached
-            chosen = ObjectStoreOptions()
+            chosen = ObjectStoreOptions(), None
         with self._errors(key):
-            client = _client(self.url, chosen, os.getpid())
+            client = _client(self.url, *chosen, os.getpid())
             return getattr(importlib.import_module("obstore"), function)(client, *args, **options)
 
     @contextmanager
@@ -392,7 +392,7 @@ def listed_once(folder: Location) -> Location:
 
 
 @cache
-def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
+def _client(url: str, options: ObjectStoreOptions, max_retries: int | None, process: int) -> Client:
     """A client that the threads of a process share."""
     del process  # a fork has its own: sockets and threads of the parent's do not work in it
     from obstore.store import MemoryStore, from_url  # noqa: PLC0415 - an extra
@@ -413,7 +413,7 @@ def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
             "allow_http": endpoint.startswith("http://"),
         },
         retry_config={
-            "max_retries": 10**6 if options.max_retries is None else options.max_retries,
+            "max_retries": 10**6 if max_retries is None else max_retries,
             "retry_timeout": timedelta(seconds=options.retry_timeout),
             "backoff": {"max_backoff": timedelta(seconds=_LONGEST_PAUSE), "base": 3},
         },
@@ -529,8 +529,8 @@ class ObjectPath:
         return f"{self.store.url}/{self.key}"
 
     def __truediv__(self, name: str | PurePosixPath) -> ObjectPath:
-        path = PurePosixPath(self.key, name)
-        return ObjectPath(self.store, path.as_posix() if path.parts else "")
+        parts = f"{self.key}/{name}".split("/")
+        return ObjectPath(self.store, "/".join(part for part in parts if part not in ("", ".")))
 
     @property
     def name(self) -> str:

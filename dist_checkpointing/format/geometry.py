@@ -427,8 +427,11 @@ class PieceColumns(Mapping[str, Pieces]):
 
 
 def padded(column: Int64s, width: int, fill: int) -> Int64s:
-    missing = max(0, width - column.shape[1])
-    return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
+    if column.shape[1] >= width:
+        return column
+    table = np.full((len(column), width), fill, dtype=column.dtype)
+    table[:, : column.shape[1]] = column
+    return table
 
 
 def padded_rows(rows: Sequence[Sequence[int]], fill: int, width: int = 1) -> Int64s:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -262,9 +263,14 @@ def _parsed(content: Any, version: Any) -> RunRecord:
     return RunRecord(latest, steps, str(content.get("writer", "")), version)
 
 
+@cache
+def _taken_apart(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(kind), get_args(kind)
+
+
 def fits(value: object, kind: Any) -> bool:
     """Whether a value is of an annotated type; a bool is no number, and an int may be a float."""
-    origin, parts = get_origin(kind), get_args(kind)
+    origin, parts = _taken_apart(kind)
     if origin in (Union, UnionType):
         return any(fits(value, part) for part in parts)
     if origin is Literal:

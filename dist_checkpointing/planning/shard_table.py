@@ -512,7 +512,8 @@ def _row(leaf: ShardedBase, source: int) -> tuple[Any, ...]:
     return key, dtype, leaf.global_shape, leaf.global_offset, shape, ends, main, source
 
 
-_CODES: Final = "bhiq"
+_LIMITS: Final = {c: (int(np.iinfo(c).min), int(np.iinfo(c).max)) for c in "bhiq"}
+"""The numbers that each code of an array can hold."""
 _COMPRESSION_LEVEL = 1
 
 
@@ -521,12 +522,13 @@ def pack_columns(columns: Int64s) -> list[bytes]:
 
     Neighbours in a model look alike: a number takes a byte, and almost none once compressed.
     """
+    steps = columns.copy()
+    steps[:, 1:] -= columns[:, :-1]
+    lows, highs = steps.min(axis=1, initial=0).tolist(), steps.max(axis=1, initial=0).tolist()
     packed = []
-    for column in columns:
-        steps = np.diff(column, prepend=0)
-        low, high = int(steps.min(initial=0)), int(steps.max(initial=0))
-        code = next(c for c in _CODES if np.iinfo(c).min <= low and high <= np.iinfo(c).max)
-        packed.append(code.encode() + steps.astype(code).tobytes())
+    for column, low, high in zip(steps, lows, highs, strict=True):
+        code = next(c for c, (least, most) in _LIMITS.items() if least <= low and high <= most)
+        packed.append(code.encode() + column.astype(code).tobytes())
     return packed
 
 

@@ -3,7 +3,6 @@
 Usage: past_failures.py PACE    with PYTHONHASHSEED=0; PACE: from one operation to the next
 """
 
-import gc
 import logging
 import sys
 from collections.abc import Callable, Iterable
@@ -51,9 +50,6 @@ STORIES: tuple[Callable[[int], Iterable[Event]], ...] = (
 def main() -> None:
     pace = int(sys.argv[1])
     logging.disable(logging.CRITICAL)
-    play(History.of(1))
-    gc.collect()
-    gc.freeze()
     # It was frozen between reading the record of the run and writing it.
     events = tuple(late_rank(9))
     end = play(History(0, "store", BACKENDS[0], 2, events, keep_last=3))

@@ -659,13 +659,11 @@ _RANKS: Final = (
 PLANTED_FAULTS: Final = (*_DURABILITY, *_FOLDERS, *_STORES, *_RUNS, *_RANKS)
 
 _PROGRAM: Final = """
-import gc, itertools, json, logging, sys
+import itertools, json, logging, sys
 logging.disable(logging.CRITICAL)
 from histories import History
 from history_player import Failure, play
 place, count = sys.argv[1], int(sys.argv[2])
-gc.collect()
-gc.freeze()
 histories = ((seed, History.of(seed)) for seed in itertools.count())
 of_place = ((seed, one) for seed, one in histories if place in ("", one.place))
 for played, (seed, history) in enumerate(itertools.islice(of_place, count), 1):

@@ -5,7 +5,6 @@ What a seed makes depends on the order of sets of strings, so their hashes are f
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import os
@@ -89,8 +88,6 @@ def _set_up(started: Any = None) -> None:
             started.value += 1
     logging.disable(logging.CRITICAL)  # much goes wrong in these histories
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # each world ends with a collection, which need not look at the library again
 
 
 def _first_failing(seeds: range) -> int | None:

@@ -133,7 +133,10 @@ class Disk:
         for part in parts:
             if not inode.is_folder:
                 raise _error(errno.ENOTDIR, parts)
-            below = self._seen(machine, inode, part, look)
+            if self.late_seconds:
+                below = self._seen(machine, inode, part, look)
+            else:
+                below = inode.names.get(part)
             if below is None:
                 raise _error(errno.ENOENT, parts)
             inode = below

@@ -79,6 +79,7 @@ class Scheduler:
         changes: How likely another thread goes on at an operation, from 0 to 1.
         stalls: How likely a thread stops for a while at an operation, as on a busy machine.
         now: Seconds since the world began.
+        running: The task whose turn it is: that of the calling thread, if it is of this world.
     """
 
     def __init__(self, seed: int, changes: float = 0.1, stalls: float = 0.0) -> None:
@@ -86,6 +87,7 @@ class Scheduler:
         self.changes: float = changes
         self.stalls: float = stalls
         self.now: float = 0.0
+        self.running: Task
         self._tasks: list[Task] = []
         self._of_thread: dict[int, Task] = {}
         self._main: Task | None = None
@@ -95,11 +97,6 @@ class Scheduler:
     def task(self) -> Task | None:
         """The task that this thread is; None if it is not of this world."""
         return self._of_thread.get(_thread.get_ident())
-
-    @property
-    def process(self) -> Process | None:
-        task = self._of_thread.get(_thread.get_ident())
-        return None if task is None else task.process
 
     def run(self, work: Callable[[], T], process: Process) -> T:
         """Run ``work`` as the first thread, and all that it starts, until it returns.
@@ -145,7 +142,7 @@ class Scheduler:
 
         def body() -> None:
             task.gate.acquire()
-            self._of_thread[_thread.get_ident()] = task
+            self.running = self._of_thread[_thread.get_ident()] = task
             try:
                 if not process.is_dead:
                     work()
@@ -164,14 +161,12 @@ class Scheduler:
         return task
 
     def pause(self) -> None:
-        """Say that an operation is about to be done: another thread may go on before it.
+        """Say that the running task is about to do an operation: another one may go on before.
 
         Raises:
-            Killed: if the process of this thread is dead.
+            Killed: if its process is dead.
         """
-        task = self._of_thread.get(_thread.get_ident())
-        if task is None:
-            return
+        task = self.running
         _raise_if_dead(task)
         self.now += _TICK_SECONDS
         dice = self.random.random()
@@ -199,6 +194,7 @@ class Scheduler:
         if following is not task:
             following.gate.release()
             task.gate.acquire()
+            self.running = task
         _raise_if_dead(task)
         if task is self._main and self._error is not None:
             raise self._error
@@ -206,11 +202,15 @@ class Scheduler:
     def _next(self) -> Task:
         """The task that goes on; the clock does if there is none for now."""
         while True:
-            able = []
+            able, now = [], self.now
             for task in self._tasks:
-                if task.process.is_dead:
+                process, wakes_at = task.process, task.wakes_at
+                if process.is_dead:
                     return task  # first, because nobody sees how it ends
-                if self._can_go_on(task):
+                if process.frozen_until > now:
+                    continue
+                is_late = wakes_at is not None and wakes_at <= now
+                if is_late or task.is_ready is None or task.is_ready():
                     able.append(task)
             if able:
                 return able[0] if len(able) == 1 else self.random.choice(able)
@@ -222,13 +222,6 @@ class Scheduler:
             self._error = StuckError(f"every thread waits for another one: {names}")
             assert self._main is not None
             return self._main
-
-    def _can_go_on(self, task: Task) -> bool:
-        if task.process.frozen_until > self.now:
-            return False
-        if task.is_ready is None or (task.wakes_at is not None and task.wakes_at <= self.now):
-            return True
-        return task.is_ready()
 
     def _goes_on_at(self, task: Task) -> float | None:
         """When a task that cannot go on now will, if nothing happens before."""
@@ -354,8 +347,7 @@ def threading_functions(scheduler: Scheduler) -> dict[str, Any]:
     real_queue, start = queue.SimpleQueue, threading.Thread.start
 
     def start_thread(self: threading.Thread) -> None:
-        process = scheduler.process
-        if process is None:
+        if scheduler.task is None:
             start(self)
             return
 
@@ -366,7 +358,7 @@ def threading_functions(scheduler: Scheduler) -> dict[str, Any]:
                 threading.excepthook(threading.ExceptHookArgs([*sys.exc_info(), self]))
 
         scheduler.pause()
-        task = scheduler.spawn(run, self.name, process)
+        task = scheduler.spawn(run, self.name, scheduler.running.process)
 
         def join(timeout: float | None = None) -> None:
             scheduler.wait(lambda: task.is_done, timeout)

@@ -103,7 +103,8 @@ class SimulatedStore:
         real_client = store.from_url
 
         def from_url(url: str, **options: Any) -> Any:
-            return real_client(url, **options) if self._world.process is None else _Client(url)
+            is_outside = self._world.scheduler.task is None
+            return real_client(url, **options) if is_outside else _Client(url)
 
         names = ("get", "put", "head", "delete", "list", "list_with_delimiter")
         return {f"obstore.{name}": routed(name) for name in names} | {

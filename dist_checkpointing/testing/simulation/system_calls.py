@@ -89,7 +89,7 @@ class SystemCalls:
     """
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._world, self._scheduler = world, world.scheduler
         self._files: dict[int, OpenFile] = {}
         self._real = {name: getattr(os, name) for name in _OF_FILES}
         self._open_file = io.open
@@ -116,7 +116,7 @@ class SystemCalls:
 
     def _in_world(self, own: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            return (real if self._world.scheduler.process is None else own)(*args, **options)
+            return (real if self._scheduler.task is None else own)(*args, **options)
 
         return call
 
@@ -129,9 +129,10 @@ class SystemCalls:
             if isinstance(subject, int):
                 is_own = subject in self._files and (is_close or self._is_open(subject))
             else:
-                is_own = options.get("dir_fd", options.get("src_dir_fd")) in self._files
+                folder = options.get("dir_fd", options.get("src_dir_fd")) if options else None
+                is_own = folder in self._files
                 is_own = is_own or (subject is not None and os.fspath(subject)[:5] == "/sim/")
-            if not is_own or (self._world.scheduler.process is None and not is_close):
+            if not is_own or (self._scheduler.task is None and not is_close):
                 return real(*args, **options)
             return own(*args, **options)
 
@@ -157,9 +158,7 @@ class SystemCalls:
 
     @property
     def _machine(self) -> str:
-        process = self._world.process
-        assert process is not None
-        return process.machine
+        return self._scheduler.running.process.machine
 
     def _parts(self, path: Any, dir_fd: int | None) -> tuple[Disk, Inode, list[str], str]:
         """The disk of a path, where the way begins, its parts, and what the log calls it."""
@@ -168,7 +167,7 @@ class SystemCalls:
             above = self._files[dir_fd]
             return above.disk, above.inode, _split(text), f"{above.path}/{text}"
         disk, parts = self._world.disk_of(self._machine, _split(text)[1:])
-        disk.now = self._world.scheduler.now
+        disk.now = self._scheduler.now
         return disk, disk.root, parts, text
 
     def _find(self, path: Any, look: Look, dir_fd: int | None = None) -> tuple[Disk, Inode, str]:
@@ -189,7 +188,7 @@ class SystemCalls:
         """Let others go on before an operation, which may fail."""
         self._world.before(operation, path)
         if disk is not None:
-            disk.now = self._world.scheduler.now
+            disk.now = self._scheduler.now
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         del mode
@@ -226,7 +225,7 @@ class SystemCalls:
         return descriptor
 
     def _open_stream(self, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-        is_path = not isinstance(file, int) and self._world.process is not None
+        is_path = not isinstance(file, int) and self._scheduler.task is not None
         text = os.fspath(file) if is_path else ""
         if text[:6] == "/proc/":
             shown = self._world.proc_file(text)
@@ -282,7 +281,7 @@ class SystemCalls:
             Entry(partial(self.stat, f"{above}{name}", dir_fd=at), f"{above}{name}", inode)
             for name, inode in disk.listed(self._machine, folder).items()
         ]
-        self._world.scheduler.random.shuffle(entries)  # no order is promised
+        self._scheduler.random.shuffle(entries)  # no order is promised
         return Entries(entries)
 
     def listdir(self, path: Any = ".") -> list[str]:
@@ -372,7 +371,7 @@ class SystemCalls:
         whole = b"".join(bytes(memoryview(part).cast("B")) for part in parts)
         most = len(whole)
         if most > 1 and self._world.is_short():
-            most = self._world.scheduler.random.randrange(1, most)
+            most = self._scheduler.random.randrange(1, most)
         file.inode.modified = file.inode.changed = file.disk.nanoseconds
         if offset is None:
             return int(self._real["write"](descriptor, whole[:most]))
@@ -406,7 +405,7 @@ class SystemCalls:
         elif inode.lock not in (None, file):
             if operation & fcntl.LOCK_NB:
                 raise _error(errno.EWOULDBLOCK, file.path)
-            self._world.scheduler.wait(lambda: inode.lock is None)
+            self._scheduler.wait(lambda: inode.lock is None)
             inode.lock = file
         else:
             inode.lock = file
@@ -418,9 +417,7 @@ class SystemCalls:
                 file.inode.lock = None
 
     def _getpid(self) -> int:
-        process = self._world.process
-        assert process is not None
-        return process.pid
+        return self._scheduler.running.process.pid
 
     def _kill(self, pid: int, signal: int) -> None:
         assert signal == 0, "only to ask whether a process is there"
@@ -428,7 +425,7 @@ class SystemCalls:
             raise _error(errno.ESRCH, str(pid))
 
     def _urandom(self, size: int) -> bytes:
-        return self._world.scheduler.random.randbytes(size)
+        return self._scheduler.random.randbytes(size)
 
     def _gethostname(self) -> str:
         return self._machine
@@ -440,8 +437,8 @@ class SystemCalls:
         return int(self._time() * 1e9)
 
     def _monotonic(self) -> float:
-        self._world.scheduler.now += 1e-6
-        return self._world.scheduler.now
+        self._scheduler.now += 1e-6
+        return self._scheduler.now
 
     _perf_counter = _monotonic
 
@@ -451,7 +448,7 @@ class SystemCalls:
     _perf_counter_ns = _monotonic_ns
 
     def _sleep(self, seconds: float) -> None:
-        self._world.scheduler.wait(lambda: False, seconds)
+        self._scheduler.wait(lambda: False, seconds)
 
 
 _OF_FILES: Final = (

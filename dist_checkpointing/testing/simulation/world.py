@@ -172,11 +172,6 @@ class World:
         self.network: Process = Process("network", "network", 1)
         self._calls = SystemCalls(self)
 
-    @property
-    def process(self) -> Process | None:
-        """The process that this thread is of; None outside of the world."""
-        return self.scheduler.process
-
     @contextmanager
     def _installed(self) -> Iterator[None]:
         """Let threads of this world meet it instead of the operating system in the body."""
@@ -305,11 +300,10 @@ class World:
 
     def before(self, operation: str, path: str) -> None:
         """An operation is about to be done: others may go on before, or a fault may happen."""
-        process = self.process
-        if process is None:
-            return
         self.scheduler.pause()
-        self.note(operation, path)
+        if self._keeps_log:
+            self.note(operation, path)
+        process = self.scheduler.running.process
         if self._targets is not None and process in self._targets.processes:
             for fault in self.faults:
                 if fault.operation in ("", operation) or (
@@ -346,8 +340,7 @@ class World:
     def note(self, operation: str, path: str, outcome: str = "") -> None:
         """Add a line to the log."""
         if self._keeps_log:
-            process = self.process
-            name = "" if process is None else process.name
+            name = self.scheduler.running.process.name
             self.log.append(Operation(self.scheduler.now, name, operation, path, outcome))
 
     def lose_power(self, machines: Iterable[str] | None = None) -> None:
@@ -385,8 +378,7 @@ class World:
 
     def proc_file(self, path: str) -> str | None:
         """A file below ``/proc`` as a process of the world finds it; None for the real one."""
-        process = self.process
-        assert process is not None
+        process = self.scheduler.running.process
         if path == "/proc/sys/kernel/random/boot_id":
             machine = self.machines.get(process.machine)
             return f"{process.machine}-{0 if machine is None else machine.boots}\n"
