@@ -13,8 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -508,6 +509,22 @@ _RUNS: Final = (
         "the look for a commit that the pointer does not know",
     ),
     PlantedFault(
+        "version of the record in a store not compared",
+        _STEPS,
+        "            return put_surely(path, data, version) == data\n",
+        "            raise UnsupportedFormatError('')\n",
+        "the condition of the request that writes the record of the run",
+        "store",
+    ),
+    PlantedFault(
+        "version of the record on a disk not compared",
+        _STEPS,
+        "    local_folder.make_durable_folder(path.parent)\n    following = path if",
+        "    local_folder.write_atomic(path, data)\n    return True\n    following = path if",
+        "the name by which one process alone follows on a version of the record",
+        "folder",
+    ),
+    PlantedFault(
         "steps of all branches in the history",
         _STEPS,
         "        if newest is None:\n            return sorted(steps, reverse=True)\n",
@@ -677,22 +694,27 @@ else:
 """
 
 
-def find(fault: PlantedFault, histories: int = HISTORIES, seconds: float = 3600.0) -> Found:
-    """Play histories with a fault until one fails, in a process of its own."""
+@contextmanager
+def planted(fault: PlantedFault) -> Iterator[dict[str, str]]:
+    """The environment of processes that import a copy of the package with a fault."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         package = Path(folder) / PACKAGE.name
         shutil.copytree(PACKAGE, package)
         module = package / fault.file
         module.write_text(fault.planted(module.read_text()))
-        given = [sys.executable, "-c", _PROGRAM, fault.place, str(histories)]
         paths = os.pathsep.join([folder, str(Path(__file__).parent)])
-        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
+        yield {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
+
+
+def find(fault: PlantedFault, histories: int = HISTORIES, seconds: float = 3600.0) -> Found:
+    """Play histories with a fault until one fails, in a process of its own."""
+    given = [sys.executable, "-c", _PROGRAM, fault.place, str(histories)]
+    with planted(fault) as environment:
         try:
             done = subprocess.run(
                 given,
                 capture_output=True,
                 text=True,
-                cwd=folder,
                 env=environment,
                 timeout=seconds,
                 check=False,

@@ -1,11 +1,17 @@
 """The table of planted faults fits the code, and the simulated world finds what is planted."""
 
 import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from planted_faults import PACKAGE, PLANTED_FAULTS, PlantedFault, find
+import past_failures
+from planted_faults import PACKAGE, PLANTED_FAULTS, PlantedFault, find, planted
 
+_BY_NAME = {fault.name: fault for fault in PLANTED_FAULTS}
 _QUICK = (
     "data files not synced",
     "name of the commit not synced",
@@ -30,6 +36,22 @@ def test_names_are_distinct() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", _QUICK)
 def test_fault_is_found(name: str) -> None:
-    fault = next(fault for fault in PLANTED_FAULTS if fault.name == name)
-    found = find(fault, histories=200)
+    found = find(_BY_NAME[name], histories=200)
     assert found.seed is not None, found.reason
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("story", past_failures.STORIES, ids=lambda story: story.__name__)
+def test_what_has_failed_once_fails_without_its_mend(story: Any) -> None:
+    script = Path(past_failures.__file__)
+    with planted(_BY_NAME[past_failures.STORIES[story]]) as environment:
+        done = subprocess.run(
+            [sys.executable, str(script), "6", story.__name__],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{story.__name__} at "), done.stderr[-2000:]
