@@ -20,6 +20,16 @@ def late_rank(at: int) -> Iterable[Event]:
     yield from (Event("launch", 4, 2), Event("save", 5), Event("wait", 6), Event("save", 7))
 
 
+def late_record(at: int) -> Iterable[Event]:
+    """A start is frozen between reading the record of the run and writing it, and goes on after
+    a newer training has gone back.
+    """
+    yield from (Event("launch", 1, 2), Event("save", 2), Event("save", 3), Event("save", 4))
+    yield Event("launch", 5, 2, (Fault(at % 3, "freeze", 600.0, "manager.json"),))
+    yield from (Event("launch", 6, 2), Event("load", 7, 2), Event("save", 8), Event("wait", 9))
+    yield from (Event("wait", 10), Event("launch", 11, 2))
+
+
 def rollback(_: int) -> Iterable[Event]:
     """Steps that were abandoned are not loaded, nor in the way when the run comes to them again."""
     yield from (Event("launch", 1, 2), Event("save", 2), Event("save", 3), Event("save", 4))
@@ -42,6 +52,7 @@ def late_files(_: int) -> Iterable[Event]:
 
 STORIES: dict[Callable[[int], Iterable[Event]], str] = {
     late_rank: "leftovers not cleared",
+    late_record: "version of the record in a store not compared",
     rollback: "steps of all branches in the history",
     second_manager: "attempt not noted",
     late_files: "claim not waited for",

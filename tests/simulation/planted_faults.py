@@ -519,7 +519,7 @@ _RUNS: Final = (
     PlantedFault(
         "version of the record on a disk not compared",
         _STEPS,
-        "    local_folder.make_durable_folder(path.parent)\n    following = path if",
+        "    following = path if",
         "    local_folder.write_atomic(path, data)\n    return True\n    following = path if",
         "the name by which one process alone follows on a version of the record",
         "folder",
