@@ -127,7 +127,8 @@ class History:
             return Fault(at, dice.choice(kinds), seconds, dice.choice(operations))
 
         ranks, events = dice.choice([1, 2, 3]), list[Event]()
-        kind = dice.choice(["replaced step", "replaced checkpoint", "rivals", "silent rank"])
+        kinds = ("replaced step", "replaced checkpoint", "rivals", "silent rank", "late record")
+        kind = dice.choice(kinds)
         if kind == "replaced step":
             killed = fault(("kill", "kill machine", "kill all", "power"), ("",), 2.2)
             events = [event("launch", ranks), *(event("save") for _ in range(3))]
@@ -138,6 +139,11 @@ class History:
             events = [event("rivals", 0, fault(("power",), at, 1.5)) for _ in range(6)]
         elif kind == "rivals":
             events = [event("rivals") for _ in range(8)]
+        elif kind == "late record":
+            frozen = fault(("freeze",), ("manager.json",), 0.5)
+            events = [event("launch", ranks), *(event("save") for _ in range(3))]
+            events += [event("launch", ranks, frozen), event("launch", ranks), event("load", 2)]
+            events += [event("save"), event("wait"), event("launch", ranks), event("save")]
         else:
             frozen = fault(("freeze",), ("", "", "create"), 2.0)
             events = [event("launch", 2), event("save"), event("save", 0, frozen)]

@@ -708,7 +708,8 @@ def planted(fault: PlantedFault) -> Iterator[dict[str, str]]:
 
 def find(fault: PlantedFault, histories: int = HISTORIES, seconds: float = 3600.0) -> Found:
     """Play histories with a fault until one fails, in a process of its own."""
-    given = [sys.executable, "-c", _PROGRAM, fault.place, str(histories)]
+    # Without -P, a package in the working folder would be imported in its place.
+    given = [sys.executable, "-P", "-c", _PROGRAM, fault.place, str(histories)]
     with planted(fault) as environment:
         try:
             done = subprocess.run(
