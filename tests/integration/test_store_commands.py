@@ -77,32 +77,6 @@ def test_a_command_prints_the_same_as_of_a_disk(
         assert shown == re.sub(r"\s+", "", of_disk.out)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("ls", "{none}"), "does not exist"),
-        (("verify", "{none}"), "does not exist"),
-        (("rm-prefix", "{none}", "optimizer.", "--yes"), "does not exist"),
-        (("ls", "ftp://bucket/x"), "'ftp' are not supported"),
-        (("ls", "s3://"), "names no bucket"),
-        (("ls", "s3:///x"), "names no bucket"),
-        (("convert", "{url}", "{url}", "--to", "tensorstore"), "overlap"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_an_error_of_a_command_names_the_url(
-    samples: Samples, dckpt: Run, arguments: tuple[str, ...], said: str
-) -> None:
-    urls = {"url": copied_up(samples("tensorstore").folder, new_url()), "none": new_url()}
-    given = [argument.format(**urls) for argument in arguments]
-    ended = dckpt(*given)
-    assert ended.code == 2
-    assert ended.err.startswith("error: ")
-    assert said in ended.err
-    assert given[1] in ended.err
-    assert "Traceback" not in ended.err
-
-
 def test_no_credentials_are_one_sentence(dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def client(*_: object) -> None:
         raise GenericError("Error performing PUT http://169.254.169.254/latest/api/token")
