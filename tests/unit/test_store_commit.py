@@ -154,15 +154,10 @@ def test_a_store_that_lies_is_refused_by_name(location: dc.ObjectPath) -> None:
     assert names(location) == []
 
 
-def is_claim(name: str, _: str) -> bool:
-    """Whether a request puts an object unless there is one, for good."""
-    return name == "put_if_absent"
-
-
 def test_a_store_without_an_answer_is_an_error_with_the_last_one(location: dc.ObjectPath) -> None:
     attempt = begin(location)
     put(attempt.folder / "x.bin", attempt.id.encode())
-    with without_waiting(), store_down(times=5, at=is_claim):
+    with without_waiting(), store_down(times=5, at=lambda name, _: name == "put_if_absent"):
         with pytest.raises(dc.CheckpointingException, match="the server is on fire") as caught:
             attempt.commit(CONFIG)
         assert caught.value.findings[0].path == f"{location}/.dckpt/commits/1.json"
@@ -171,18 +166,13 @@ def test_a_store_without_an_answer_is_an_error_with_the_last_one(location: dc.Ob
     assert save(location) == loaded(location)
 
 
-def numbers_of(location: dc.ObjectPath, kind: str) -> list[int]:
-    """The numbers of the claims or the commits of a checkpoint."""
-    folder = location / f".dckpt/{kind}"
-    return sorted(int(name.removesuffix(".json")) for name in names(folder))
-
-
 def test_of_many_saves_the_last_few_claims_are_kept(location: dc.ObjectPath) -> None:
     for _ in range(30):
         last = save(location, overwrite=True)
     for kind in ("claims", "commits"):
-        numbers = numbers_of(location, kind)
-        assert {28, 29, 30} <= {*numbers}
+        kept = names(location / f".dckpt/{kind}")
+        numbers = {int(name.removesuffix(".json")) for name in kept}
+        assert {28, 29, 30} <= numbers
         assert len(numbers) < 13
     assert loaded(location) == last
     remove_from_store(location, PERIOD)
