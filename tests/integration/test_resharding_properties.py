@@ -365,7 +365,7 @@ GAPS = [
 ]
 
 
-@examples(100)
+@examples(75)
 @given(
     world=worlds(),
     file_format=st.sampled_from([*FORMATS, "tensorstore", "torch_dist"]),

@@ -210,7 +210,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@examples(50)
+@examples(35)
 @given(worlds(), st.sampled_from([1, 60, 10**6]))
 def test_every_wish_is_filled_and_read_once(saved: Path, world: World, buffer_bytes: int) -> None:
     options = StorageOptions(buffer_bytes=buffer_bytes, threads=1)
@@ -237,7 +237,7 @@ def check(
             assert value is leaf.data
 
 
-@examples(50)
+@examples(35)
 @given(worlds(), st.booleans())
 def test_a_third_party_reads_once(world: World, in_place: bool) -> None:
     def one(comm: Comm, group: Comm) -> int:

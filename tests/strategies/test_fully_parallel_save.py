@@ -73,7 +73,7 @@ class Recorder(SaveShardedStrategy):
         self.given.append(sharded_state_dict)
 
 
-@examples(60)
+@examples(40)
 @given(worlds())
 def test_a_third_party_writes_everything_once(
     world: tuple[list[tuple[int, ...]], Parts],
