@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, strategies as st
 
 import dist_checkpointing as dc
-from dist_checkpointing import CheckpointingException, CheckpointManager, Retention
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.manager import JsonLinesLog, SavedStep, read_record
 from dist_checkpointing.testing import run_ranks
@@ -268,8 +267,8 @@ METRICS = {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.5, 5: float("nan"), 6: 0.7}
 )
 def test_the_best_are_kept(tmp_path: Path, best: Any, kept: list[int], is_async: bool) -> None:
     def train(comm: Comm) -> tuple[list[int], int | None]:
-        retention = Retention(keep_last=1, keep_best=2, best=best)
-        with CheckpointManager(tmp_path, comm=comm, retention=retention) as run:
+        retention = dc.Retention(keep_last=1, keep_best=2, best=best)
+        with dc.CheckpointManager(tmp_path, comm=comm, retention=retention) as run:
             for step, metric in METRICS.items():
                 # Only that of rank 0 counts.
                 own = metric if comm.rank == 0 else -metric
@@ -277,7 +276,7 @@ def test_the_best_are_kept(tmp_path: Path, best: Any, kept: list[int], is_async:
                     run.async_save(step, state(step, comm), metric=own)
                 else:
                     run.save(step, state(step, comm), metric=own)
-        with CheckpointManager(tmp_path, comm=comm, retention=retention) as again:
+        with dc.CheckpointManager(tmp_path, comm=comm, retention=retention) as again:
             return again.steps(), again.best()
 
     expected = 3 if best == "lowest" else 2
@@ -285,7 +284,7 @@ def test_the_best_are_kept(tmp_path: Path, best: Any, kept: list[int], is_async:
 
 
 def test_a_record_without_metrics_is_as_it_was(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
+    with dc.CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2), metric=3)
         assert manager.best() == 2
@@ -299,7 +298,7 @@ def test_a_record_without_metrics_is_as_it_was(tmp_path: Path) -> None:
 
 def test_a_save_that_commits_after_the_pointer_was_lost_keeps_its_metric(tmp_path: Path) -> None:
     """As if the process had been killed between the commit and moving the pointer."""
-    manager = CheckpointManager(tmp_path)
+    manager = dc.CheckpointManager(tmp_path)
     with ended_before_the_pointer(manager.folder(1)):
         manager.save(1, state(1), metric=0.25)
     assert read_record(tmp_path).latest is None
@@ -308,9 +307,9 @@ def test_a_save_that_commits_after_the_pointer_was_lost_keeps_its_metric(tmp_pat
 
 @pytest.mark.parametrize("metric", ["low", [1.0]])
 def test_a_metric_that_is_no_number(tmp_path: Path, metric: Any) -> None:
-    with pytest.raises(CheckpointingException, match="beginning a save"):
-        CheckpointManager(tmp_path).save(1, state(1), metric=metric)
-    assert CheckpointManager(tmp_path).steps() == []
+    with pytest.raises(dc.CheckpointingException, match="beginning a save"):
+        dc.CheckpointManager(tmp_path).save(1, state(1), metric=metric)
+    assert dc.CheckpointManager(tmp_path).steps() == []
 
 
 def test_each_save_is_reported_once_and_hooks_may_fail(
@@ -322,7 +321,7 @@ def test_each_save_is_reported_once_and_hooks_may_fail(
         raise OSError("the log is full")
 
     def train(comm: Comm) -> None:
-        with CheckpointManager(tmp_path, comm=comm, on_saved=[fail, saves.append]) as manager:
+        with dc.CheckpointManager(tmp_path, comm=comm, on_saved=[fail, saves.append]) as manager:
             manager.save(1, state(1, comm))
             manager.async_save(2, state(2, comm), metric=0.5).result(30)
             manager.delete(1)
@@ -343,7 +342,7 @@ def test_each_save_is_reported_once_and_hooks_may_fail(
 def test_the_log_has_a_line_a_save(tmp_path: Path) -> None:
     path = tmp_path / "saves.jsonl"
     for steps in ((1, 2), (3,)):
-        with CheckpointManager(tmp_path / "run", on_saved=JsonLinesLog(path)) as manager:
+        with dc.CheckpointManager(tmp_path / "run", on_saved=JsonLinesLog(path)) as manager:
             for step in steps:
                 manager.async_save(step, state(step), metric=step / 4)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -353,7 +352,7 @@ def test_the_log_has_a_line_a_save(tmp_path: Path) -> None:
 
 
 def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
+    with dc.CheckpointManager(tmp_path) as manager:
         for save in (manager.save, manager.async_save):
             for name in ("over_write", "before_claim", "disks"):
                 option: dict[str, Any] = {name: None}

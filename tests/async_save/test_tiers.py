@@ -15,16 +15,15 @@ import torch
 import dist_checkpointing as dc
 from damage import damage
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import CheckpointingException, UnsupportedFormatError
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
 from faults import counted_requests, full_disk, replaced
+from states import shard, wholes
 from stores import new_url
 
 
 def state(value: float) -> ShardedStateDict:
-    tensor = torch.full((64, 8), float(value))
-    return {"w": dc.ShardedTensor.from_rank_offsets("w", tensor), "value": float(value)}
+    return {"w": shard("w", torch.full((64, 8), float(value))), "value": float(value)}
 
 
 def steps_in(place: object) -> list[str]:
@@ -64,7 +63,7 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
     manager.save(1, state(1))
     with replaced("io.open", damaging):
         manager.save(2, state(2))
-        with pytest.raises(CheckpointingException, match="step 2 is not in the last place"):
+        with pytest.raises(dc.CheckpointingException, match="step 2 is not in the last place"):
             manager.close()
     assert damaged
     with dc.CheckpointManager(root) as stored:
@@ -113,11 +112,7 @@ def test_ranks_share_the_disk(tmp_path: Path) -> None:
     root = new_url()
 
     def part(comm: Comm, value: float) -> ShardedStateDict:
-        return {
-            "w": dc.ShardedTensor.from_rank_offsets(
-                "w", torch.full((4, 4), value + comm.rank), (0, comm.rank, 2)
-            )
-        }
+        return {"w": shard("w", torch.full((4, 4), value + comm.rank), (0, comm.rank, 2))}
 
     def train(comm: Comm) -> None:
         with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)], comm=comm) as manager:
@@ -135,9 +130,7 @@ def test_ranks_share_the_disk(tmp_path: Path) -> None:
 
 def test_requests_do_not_grow_with_the_steps_that_are_kept(s3_place: dc.ObjectPath) -> None:
     def ten(value: float) -> ShardedStateDict:
-        tensors = {f"w{n}": torch.full((4,), value) for n in range(10)}
-        leaves = {k: dc.ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}
-        return {**leaves, "value": value}
+        return {**wholes({f"w{n}": torch.full((4,), value) for n in range(10)}), "value": value}
 
     def requests_of(work: Callable[[], object], most: int) -> int:
         with counted_requests() as counts:
@@ -193,11 +186,11 @@ def test_what_a_killed_copy_has_left_is_deleted(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormatError, match="an incremental save works on a mounted"):
+    with pytest.raises(dc.UnsupportedFormatError, match="an incremental save works on a mounted"):
         dc.CheckpointManager(new_url(), incremental=True)
-    with pytest.raises(UnsupportedFormatError, match="drop_optimizer_after"):
+    with pytest.raises(dc.UnsupportedFormatError, match="drop_optimizer_after"):
         dc.CheckpointManager(new_url(), retention=dc.Retention(drop_optimizer_after=1))
-    with pytest.raises(UnsupportedFormatError, match="two places are one"):
+    with pytest.raises(dc.UnsupportedFormatError, match="two places are one"):
         dc.CheckpointManager([dc.Place(tmp_path), dc.Place(tmp_path)])
     with pytest.raises(TypeError, match="a path or a list of Place"):
         dc.CheckpointManager([tmp_path])  # type: ignore[list-item]
@@ -221,7 +214,7 @@ def test_a_place_takes_what_is_due_there(tmp_path: Path) -> None:
         assert manager.load(state(0))["value"] == 30
     with pytest.raises(ValueError, match="every must be at least 1, not 0"):
         dc.Place(tmp_path, every=0)
-    with pytest.raises(UnsupportedFormatError, match="the only place takes each save"):
+    with pytest.raises(dc.UnsupportedFormatError, match="the only place takes each save"):
         dc.CheckpointManager([dc.Place(tmp_path, every=10)])
 
 

@@ -20,7 +20,7 @@ from dist_checkpointing.strategies import (
 )
 from dist_checkpointing.testing import Failures, StorageProtocol, StrategyConformance, run_ranks
 from few_worlds import FewWorlds
-from states import cell, rows, save_on
+from states import cell, rows, save_on, shard
 
 Where = tuple[Any, ...]
 
@@ -77,10 +77,10 @@ class PlainLoad(LoadShardedStrategy):
         )
         whole = torch.zeros(leaf.global_shape, dtype=bits)
         seen = torch.zeros(leaf.global_shape, dtype=torch.bool)
-        for shard in shards:
-            assert shard.data is not None
-            whole[place(shard)] = shard.data.detach().resolve_conj().resolve_neg().view(bits)
-            seen[place(shard)] = True
+        for one in shards:
+            assert one.data is not None
+            whole[place(one)] = one.data.detach().resolve_conj().resolve_neg().view(bits)
+            seen[place(one)] = True
         if not bool(seen[place(leaf)].all()):
             raise dc.CorruptCheckpointError(f"{leaf.key}: some shards are lost")
         leaf.init_data("cpu")
@@ -132,10 +132,6 @@ class TestAsyncUsedAsSync(StorageProtocol, Failures):
 
     def load_strategy(self) -> PlainLoad:
         return PlainLoad()
-
-
-def shard(key: str, data: torch.Tensor, rank: int = 0, world_size: int = 1) -> dc.ShardedTensor:
-    return dc.ShardedTensor.from_rank_offsets(key, data, (0, rank, world_size))
 
 
 def test_one_method_is_enough(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import tensorstore as ts
 from hypothesis import given, strategies as st
 
 from dist_checkpointing.strategies.tensorstore import ocdbt_nodes, ocdbt_tree
-from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE
+from dist_checkpointing.strategies.tensorstore.ocdbt_nodes import INLINE, Body, Malformed
 from dist_checkpointing.strategies.tensorstore.ocdbt_tree import Tree
+from dist_checkpointing.strategies.tensorstore.reader import NewestTree
 from ocdbt_databases import contents, read, read_by_tensorstore, store, strangers, write
 from tiers import examples
 
@@ -147,3 +148,21 @@ def test_long_keys_and_large_values(tmp_path: Path) -> None:
     assert read(tmp_path / "theirs") == values
     _, found = Tree(tmp_path / "theirs").all()
     assert set(found.extents[0].tolist()) == {INLINE}
+
+
+def test_a_change_is_seen(tmp_path: Path) -> None:
+    values = {b"layers.%d.w/c.0" % i: bytes([i]) for i in range(70)}
+    write(tmp_path, values)
+    newest = NewestTree(tmp_path)
+    wanted = [*values, b"zzz"]
+    for _ in range(2):
+        found = newest(keeps_nodes=True).find(wanted)
+        assert contents(tmp_path, found) == [*values.values(), None]
+    store(tmp_path).write(wanted[0], b"changed").result()
+    found = newest(keeps_nodes=True).find(wanted[:2])
+    assert contents(tmp_path, found) == [b"changed", values[wanted[1]]]
+
+
+def test_a_column_above_its_limit_is_refused() -> None:
+    with pytest.raises(Malformed, match="above 7"):
+        Body(b"\x01\x08").varints(2, 7)
