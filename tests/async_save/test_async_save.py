@@ -7,19 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import (
-    AsyncSaver,
-    CheckpointingException,
-    RankFailedError,
-    SaveHandle,
-    ShardedTensor,
-    StagingBuffers,
-    async_save,
-    check_is_distributed_checkpoint,
-    load,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, SavePlanner, WriteItem
 from dist_checkpointing.strategies import SaveShardedStrategy, StrategyAction, get_default_strategy
@@ -54,7 +42,7 @@ class State:
 
 
 def assert_holds(folder: Path, step: int) -> None:
-    found = load_plain_tensors(folder)
+    found = dc.load_plain_tensors(folder)
     for key, expected in full_at_step(step).items():
         assert found[key].dtype is expected.dtype
         assert torch.equal(found[key], expected), key
@@ -94,7 +82,7 @@ def test_changes_after_the_call_are_not_saved(
     tmp_path: Path, backend: tuple[str, int], world_size: int
 ) -> None:
     def one(comm: Comm) -> None:
-        with AsyncSaver(comm=comm) as saver:
+        with dc.AsyncSaver(comm=comm) as saver:
             for step in (1, 2, 3):
                 state = State(comm, step)
                 handle = saver.save(state.dict, tmp_path / str(step), backend, step=step)
@@ -102,7 +90,7 @@ def test_changes_after_the_call_are_not_saved(
                 state.ruin()
                 if step == 2:
                     handle.result(30)
-                    assert check_is_distributed_checkpoint(handle.checkpoint_dir)
+                    assert dc.check_is_distributed_checkpoint(handle.checkpoint_dir)
                     assert handle.done()
 
     run_ranks(world_size, one)
@@ -121,7 +109,7 @@ def test_background_capture(tmp_path: Path, backend: tuple[str, int]) -> None:
         optimizer = torch.optim.SGD([parameter], lr=1.0)
         parameter.grad = torch.ones_like(parameter)
         planner = Gate(gates[comm.rank])
-        handle = async_save(
+        handle = dc.async_save(
             state.dict, tmp_path / "c", kind(backend)(planner=planner), capture="background",
             comm=comm,
         )  # fmt: skip
@@ -149,20 +137,22 @@ def test_a_change_that_comes_too_early_fails_the_save(
     def one(comm: Comm) -> str:
         state = State(comm, 1)
         strategy = kind(BACKENDS[0])(planner=Gate(gate))
-        handle = async_save(state.dict, tmp_path / "c", strategy, capture="background", comm=comm)
+        handle = dc.async_save(
+            state.dict, tmp_path / "c", strategy, capture="background", comm=comm
+        )
         if changed != "rows":
             state.counter.add_(1)
         elif comm.rank == rank:
             state.tensors[0].add_(1)
         comm.all_gather(None)
         gate.set()
-        with pytest.raises(CheckpointingException, match="changed while it was being") as raised:
+        with pytest.raises(dc.CheckpointingException, match="changed while it was being") as raised:
             handle.result(30)
         assert [(f.key, f.ranks) for f in raised.value.findings] == [(changed, (rank,))]
         return str(raised.value)
 
     assert len({*run_ranks(2, one)}) == 1
-    assert not check_is_distributed_checkpoint(tmp_path / "c")
+    assert not dc.check_is_distributed_checkpoint(tmp_path / "c")
 
 
 def test_an_io_error_reaches_every_rank_and_the_next_call(
@@ -181,18 +171,18 @@ def test_an_io_error_reaches_every_rank_and_the_next_call(
     monkeypatch.setattr(ZarrV3Writer, "write_data", fail)
 
     def one(comm: Comm) -> list[str]:
-        saver = AsyncSaver(comm=comm)
+        saver = dc.AsyncSaver(comm=comm)
         saver.save(State(comm, 1).dict, tmp_path / "1", "zarr").result(30)
         handle = saver.save(State(comm, 2).dict, tmp_path / "2", "zarr")
         seen = []
-        with pytest.raises(RankFailedError, match="No space left") as raised:
+        with pytest.raises(dc.RankFailedError, match="No space left") as raised:
             handle.result(30)
         seen.append(str(raised.value))
         assert "write_data" in str(raised.value), "no traceback"
         assert raised.value.ranks == (1,)
         saver.save(State(comm, 2).dict, tmp_path / "other", "zarr").result(30)
         saver.save(State(comm, 2).dict, tmp_path / "2", "zarr")
-        with pytest.raises(RankFailedError, match="No space left") as raised:
+        with pytest.raises(dc.RankFailedError, match="No space left") as raised:
             saver.save(State(comm, 3).dict, tmp_path / "3", "zarr")
         seen.append(str(raised.value))
         comm.all_gather(None)
@@ -225,7 +215,7 @@ def test_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorStoreWriter, "finish", fail)
 
     def one(comm: Comm) -> None:
-        with AsyncSaver(comm=comm, retries=2) as saver:
+        with dc.AsyncSaver(comm=comm, retries=2) as saver:
             state = State(comm, 1)
             saver.save(state.dict, tmp_path / "c")
             state.ruin()
@@ -237,18 +227,18 @@ def test_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shared_buffers_are_refused(tmp_path: Path) -> None:
     gate = threading.Event()
-    buffers = StagingBuffers()
-    first, second = AsyncSaver(buffers=buffers), AsyncSaver(buffers=buffers)
+    buffers = dc.StagingBuffers()
+    first, second = dc.AsyncSaver(buffers=buffers), dc.AsyncSaver(buffers=buffers)
     (comm,) = run_ranks(1, lambda comm: comm)
     handle = first.save(
         State(comm, 1).dict, tmp_path / "1", kind(BACKENDS[0])(planner=Gate(gate)),
         capture="background",
     )  # fmt: skip
-    with pytest.raises(CheckpointingException, match="two saves at once"):
+    with pytest.raises(dc.CheckpointingException, match="two saves at once"):
         second.save(State(comm, 2).dict, tmp_path / "2")
     gate.set()
     handle.result(30)
-    assert not check_is_distributed_checkpoint(tmp_path / "2")
+    assert not dc.check_is_distributed_checkpoint(tmp_path / "2")
     second.save(State(comm, 2).dict, tmp_path / "2").result(30)
     assert_holds(tmp_path / "1", 1)
     assert_holds(tmp_path / "2", 2)
@@ -256,8 +246,8 @@ def test_shared_buffers_are_refused(tmp_path: Path) -> None:
 
 def test_buffers_are_used_again_and_hold_only_what_this_rank_writes(tmp_path: Path) -> None:
     def one(comm: Comm) -> int:
-        buffers = StagingBuffers()
-        with AsyncSaver(comm=comm, buffers=buffers) as saver:
+        buffers = dc.StagingBuffers()
+        with dc.AsyncSaver(comm=comm, buffers=buffers) as saver:
             pointers = set()
             for step in (1, 2, 3):
                 saver.save(State(comm, step).dict, tmp_path / str(step))
@@ -273,31 +263,31 @@ def test_buffers_are_used_again_and_hold_only_what_this_rank_writes(tmp_path: Pa
 
 
 def test_a_saver_saves_states_of_any_size(tmp_path: Path) -> None:
-    with AsyncSaver(comm=SingleProcess()) as saver:
+    with dc.AsyncSaver(comm=SingleProcess()) as saver:
         for step, size in enumerate((10, 1000, 100)):
             tensor = torch.full((size,), step)
-            saver.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / str(step))
+            saver.save({"w": dc.ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / str(step))
             tensor.fill_(-1)
     for step, size in enumerate((10, 1000, 100)):
-        assert load_plain_tensors(tmp_path / str(step))["w"].tolist() == [step] * size
+        assert dc.load_plain_tensors(tmp_path / str(step))["w"].tolist() == [step] * size
 
 
 def test_steps_that_differ_between_ranks(tmp_path: Path) -> None:
     def one(comm: Comm) -> None:
-        handle = async_save(State(comm, 1).dict, tmp_path / "c", comm=comm, step=comm.rank)
-        with pytest.raises(CheckpointingException, match="not of one save"):
+        handle = dc.async_save(State(comm, 1).dict, tmp_path / "c", comm=comm, step=comm.rank)
+        with pytest.raises(dc.CheckpointingException, match="not of one save"):
             handle.result(30)
 
     run_ranks(2, one)
-    assert not check_is_distributed_checkpoint(tmp_path / "c")
+    assert not dc.check_is_distributed_checkpoint(tmp_path / "c")
 
 
 def test_waiting_tells_and_callbacks_come_once(tmp_path: Path) -> None:
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}
+    state = {"w": dc.ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}
     may_go, was_called = threading.Event(), threading.Event()
-    called: list[tuple[SaveHandle, bool]] = []
+    called: list[tuple[dc.SaveHandle, bool]] = []
 
-    def callback(own: SaveHandle) -> None:
+    def callback(own: dc.SaveHandle) -> None:
         called.append((own, own.done()))
         was_called.set()
 
@@ -306,7 +296,7 @@ def test_waiting_tells_and_callbacks_come_once(tmp_path: Path) -> None:
             assert may_go.wait(30)
             raise OSError("the disk is full")
 
-    handle = async_save(state, tmp_path / "a", Slow("slow", 1), comm=SingleProcess())
+    handle = dc.async_save(state, tmp_path / "a", Slow("slow", 1), comm=SingleProcess())
     handle.add_done_callback(callback)
     assert not handle.wait(0.01)
     with pytest.raises(TimeoutError):
@@ -315,13 +305,13 @@ def test_waiting_tells_and_callbacks_come_once(tmp_path: Path) -> None:
     may_go.set()
     assert handle.wait(30)
     error = handle.exception()
-    assert isinstance(error, RankFailedError)
+    assert isinstance(error, dc.RankFailedError)
     assert "the disk is full" in str(error)
     assert was_called.wait(30)
     assert called == [(handle, True)]
     handle.add_done_callback(callback)
     assert called == [(handle, True)] * 2
-    with pytest.raises(RankFailedError):
+    with pytest.raises(dc.RankFailedError):
         handle.result()
 
 
@@ -330,10 +320,10 @@ def test_a_bar_and_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
     def one(comm: Comm) -> None:
         state = State(comm, 1).dict
-        async_save(state, tmp_path / "c", comm=comm, progress="bar").result(30)
-        load(state, tmp_path / "c", comm=comm, progress="bar")
+        dc.async_save(state, tmp_path / "c", comm=comm, progress="bar").result(30)
+        dc.load(state, tmp_path / "c", comm=comm, progress="bar")
         tell = None if comm.rank else lambda progress: phases.append(progress.phase)
-        handle = async_save(state, tmp_path / "p", comm=comm, progress=tell)
+        handle = dc.async_save(state, tmp_path / "p", comm=comm, progress=tell)
         handle.result(30)
         assert handle.progress.phase == "committing"
 
@@ -346,7 +336,7 @@ def test_a_bar_and_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "load: reading",
     ]
     with pytest.raises(TypeError, match="progress must be 'bar' or a function"):
-        save({}, tmp_path / "d", comm=SingleProcess(), progress="bars")  # type: ignore[arg-type]
+        dc.save({}, tmp_path / "d", comm=SingleProcess(), progress="bars")  # type: ignore[arg-type]
     assert not (tmp_path / "d").exists()
 
 
@@ -357,8 +347,8 @@ def test_unknown_keywords(tmp_path: Path) -> None:
         wrong: dict[str, Any] = {"over_write": True} if comm.rank == 1 else {}
         if comm.rank == 1:
             with pytest.raises(TypeError, match=r"async_save\(\) got .* argument 'over_write'"):
-                async_save({}, tmp_path / "c", comm=comm, **wrong)
-        with AsyncSaver(comm=comm) as saver:
+                dc.async_save({}, tmp_path / "c", comm=comm, **wrong)
+        with dc.AsyncSaver(comm=comm) as saver:
             if comm.rank == 1:
                 with pytest.raises(TypeError, match=r"AsyncSaver.save\(\) got .* 'over_write'"):
                     saver.save({}, tmp_path / "c", **wrong)
@@ -371,4 +361,4 @@ def test_unknown_keywords(tmp_path: Path) -> None:
 def test_an_unknown_choice(tmp_path: Path) -> None:
     options: dict[str, Any] = {"capture": "fork"}
     with pytest.raises(ValueError, match="'fork'"):
-        async_save({}, tmp_path / "c", **options)
+        dc.async_save({}, tmp_path / "c", **options)

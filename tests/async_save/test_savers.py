@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import dist_checkpointing as dc
-from dist_checkpointing import AsyncSaver, CheckpointManager, load_plain_tensors
 from dist_checkpointing.comm import Comm, ThreadComm, TorchComm, default_comm
 from dist_checkpointing.storage import Progress
 from dist_checkpointing.strategies import (
@@ -247,27 +246,27 @@ def look(store: Any) -> dict[str, int]:
 
 
 def drop(folder: Path, step: int) -> None:
-    saver = AsyncSaver()
+    saver = dc.AsyncSaver()
     saver.save(at_step(step), folder / f"dropped-{step}").result()
 
 
 def drop_without_a_save(folder: Path, step: int) -> None:
     del folder, step
-    AsyncSaver()
+    dc.AsyncSaver()
 
 
 def close(folder: Path, step: int) -> None:
-    with AsyncSaver() as saver:
+    with dc.AsyncSaver() as saver:
         saver.save(at_step(step), folder / f"closed-{step}")
 
 
 def manage(folder: Path, step: int) -> None:
-    with CheckpointManager(folder / "run") as manager:
+    with dc.CheckpointManager(folder / "run") as manager:
         manager.async_save(step, at_step(step))
 
 
 def drop_a_manager(folder: Path, step: int) -> None:
-    CheckpointManager(folder / "run").async_save(step, at_step(step)).result()
+    dc.CheckpointManager(folder / "run").async_save(step, at_step(step)).result()
 
 
 def talk_and_drop(folder: Path, step: int) -> None:
@@ -304,20 +303,20 @@ def test_a_save_under_way_is_brought_to_its_end(tmp_path: Path, store: Any) -> N
     class Waiting(Zarr3SaveShardedStrategy):
         writer_type = Writer
 
-    saver = AsyncSaver()
+    saver = dc.AsyncSaver()
     handle = saver.save(at_step(7), tmp_path / "c", Waiting())
     del saver
     gc.collect()
     assert look(store)["groups"] == before["groups"] + 1
     may_go_on.set()
     handle.result()
-    assert (load_plain_tensors(tmp_path / "c")["w"] == 7).all()
+    assert (dc.load_plain_tensors(tmp_path / "c")["w"] == 7).all()
     check_no_more(store, before)
 
 
 def test_a_channel_that_outlives_its_world_is_no_error(store: Any) -> None:
     del store
-    saver = AsyncSaver()
+    saver = dc.AsyncSaver()
     dist.destroy_process_group()
     del saver
     gc.collect()

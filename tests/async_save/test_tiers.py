@@ -4,7 +4,6 @@ Machines with disks of their own are in tests/simulation/test_lost_disks.py.
 """
 
 import shutil
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,16 +15,15 @@ import torch
 import dist_checkpointing as dc
 from damage import damage
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import CheckpointingException, UnsupportedFormatError
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
 from faults import counted_requests, full_disk, replaced
+from states import shard, wholes
 from stores import new_url
 
 
 def state(value: float) -> ShardedStateDict:
-    tensor = torch.full((64, 8), float(value))
-    return {"w": dc.ShardedTensor.from_rank_offsets("w", tensor), "value": float(value)}
+    return {"w": shard("w", torch.full((64, 8), float(value))), "value": float(value)}
 
 
 def steps_in(place: object) -> list[str]:
@@ -65,7 +63,7 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
     manager.save(1, state(1))
     with replaced("io.open", damaging):
         manager.save(2, state(2))
-        with pytest.raises(CheckpointingException, match="step 2 is not in the last place"):
+        with pytest.raises(dc.CheckpointingException, match="step 2 is not in the last place"):
             manager.close()
     assert damaged
     with dc.CheckpointManager(root) as stored:
@@ -114,11 +112,7 @@ def test_ranks_share_the_disk(tmp_path: Path) -> None:
     root = new_url()
 
     def part(comm: Comm, value: float) -> ShardedStateDict:
-        return {
-            "w": dc.ShardedTensor.from_rank_offsets(
-                "w", torch.full((4, 4), value + comm.rank), (0, comm.rank, 2)
-            )
-        }
+        return {"w": shard("w", torch.full((4, 4), value + comm.rank), (0, comm.rank, 2))}
 
     def train(comm: Comm) -> None:
         with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)], comm=comm) as manager:
@@ -134,29 +128,9 @@ def test_ranks_share_the_disk(tmp_path: Path) -> None:
     assert run_ranks(2, resume) == [1.0, 2.0]
 
 
-def test_what_is_kept_in_two_places_is_deleted_in_both(tmp_path: Path) -> None:
-    root = new_url()
-    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
-        manager.save(1, state(1))
-        manager.save(2, state(2))
-    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
-        manager.delete(1)
-        assert manager.steps() == [2]
-    assert steps_in(root) == ["step-00000002"]
-
-
-def test_what_a_store_cannot_do_is_refused() -> None:
-    with pytest.raises(UnsupportedFormatError, match="an incremental save works on a mounted"):
-        dc.CheckpointManager(new_url(), incremental=True)
-    with pytest.raises(UnsupportedFormatError, match="drop_optimizer_after"):
-        dc.CheckpointManager(new_url(), retention=dc.Retention(drop_optimizer_after=1))
-
-
 def test_requests_do_not_grow_with_the_steps_that_are_kept(s3_place: dc.ObjectPath) -> None:
     def ten(value: float) -> ShardedStateDict:
-        tensors = {f"w{n}": torch.full((4,), value) for n in range(10)}
-        leaves = {k: dc.ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}
-        return {**leaves, "value": value}
+        return {**wholes({f"w{n}": torch.full((4,), value) for n in range(10)}), "value": value}
 
     def requests_of(work: Callable[[], object], most: int) -> int:
         with counted_requests() as counts:
@@ -211,8 +185,12 @@ def test_what_a_killed_copy_has_left_is_deleted(tmp_path: Path) -> None:
     ]
 
 
-def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormatError, match="two places are one"):
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(dc.UnsupportedFormatError, match="an incremental save works on a mounted"):
+        dc.CheckpointManager(new_url(), incremental=True)
+    with pytest.raises(dc.UnsupportedFormatError, match="drop_optimizer_after"):
+        dc.CheckpointManager(new_url(), retention=dc.Retention(drop_optimizer_after=1))
+    with pytest.raises(dc.UnsupportedFormatError, match="two places are one"):
         dc.CheckpointManager([dc.Place(tmp_path), dc.Place(tmp_path)])
     with pytest.raises(TypeError, match="a path or a list of Place"):
         dc.CheckpointManager([tmp_path])  # type: ignore[list-item]
@@ -236,48 +214,8 @@ def test_a_place_takes_what_is_due_there(tmp_path: Path) -> None:
         assert manager.load(state(0))["value"] == 30
     with pytest.raises(ValueError, match="every must be at least 1, not 0"):
         dc.Place(tmp_path, every=0)
-    with pytest.raises(UnsupportedFormatError, match="the only place takes each save"):
+    with pytest.raises(dc.UnsupportedFormatError, match="the only place takes each save"):
         dc.CheckpointManager([dc.Place(tmp_path, every=10)])
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_what_the_nearest_place_has_no_room_for_goes_to_the_last(
-    tmp_path: Path, is_async: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = new_url()
-    with dc.CheckpointManager([dc.Place(tmp_path), dc.Place(root)]) as manager:
-        save = manager.async_save if is_async else manager.save
-        save(1, state(1))
-        manager.wait()
-        with full_disk():
-            save(2, state(2))
-            manager.wait()
-        assert "step 2 goes to the next place" in caplog.text
-        assert "not enough free space" in caplog.text
-        save(3, state(3))
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
-        "step-00000001",
-        "step-00000003",
-    ]
-    assert steps_in(root) == [f"step-0000000{step}" for step in (1, 2, 3)]
-    with dc.CheckpointManager(root) as manager:
-        assert manager.load(state(0), 2)["value"] == 2
-
-
-def test_the_store_gets_the_steps_that_are_due_there_and_the_last_one(tmp_path: Path) -> None:
-    root = new_url()
-    places = [dc.Place(tmp_path, retention=dc.Retention(keep_last=2)), dc.Place(root, every=20)]
-    with dc.CheckpointManager(places) as manager:
-        for step in range(10, 71, 10):
-            manager.save(step, state(step))
-            if step % 20 == 0:
-                while f"step-{step:08d}" not in steps_in(root):
-                    time.sleep(0.01)
-    on_disk = sorted(path.name for path in tmp_path.glob("step-*"))
-    assert on_disk == ["step-00000060", "step-00000070"]
-    assert steps_in(root) == [f"step-000000{step}" for step in (10, 20, 40, 60, 70)]
-    with dc.CheckpointManager(places) as manager:
-        assert manager.load(state(0))["value"] == 70
 
 
 def names_in(folder: Path) -> list[int]:
@@ -312,13 +250,16 @@ def test_a_step_comes_to_each_place_that_takes_it(tmp_path: Path) -> None:
     shutil.rmtree(near)
     with dc.CheckpointManager(places) as manager:
         assert manager.load(state(0))["value"] == 121
-        manager.delete(30)
-        assert manager.steps() == [10, 60, 90, 100, 120, 130]  # which is abandoned
-    assert names_in(disk) == [10, 60, 90, 120]
+        for step in (10, 30):  # one that is in the store too, and one that is not
+            manager.delete(step)
+        assert manager.steps() == [60, 90, 100, 120, 130]  # which is abandoned
+    assert names_in(disk) == [60, 90, 120]
+    assert "step-00000010" not in steps_in(root)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 def test_a_full_place_hands_on_to_the_next_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, is_async: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = new_url()
     places = [
@@ -327,14 +268,22 @@ def test_a_full_place_hands_on_to_the_next_one(
         dc.Place(root, every=100),
     ]
     with dc.CheckpointManager(places) as manager:
-        manager.save(1, state(1))
+        save = manager.async_save if is_async else manager.save
+        save(1, state(1))
+        manager.wait()
         with full_disk(tmp_path / "near"):
-            manager.save(2, state(2))
+            save(2, state(2))
+            manager.wait()
         assert "step 2 goes to the next place" in caplog.text
+        assert "not enough free space" in caplog.text
         assert manager.folder(2) == tmp_path / "disk" / "step-00000002"
         assert manager.load(state(0))["value"] == 2
-        manager.save(3, state(3))
-    assert (names_in(tmp_path / "near"), names_in(tmp_path / "disk")) == ([1, 3], [1, 2, 3])
+        with full_disk():
+            save(3, state(3))
+            manager.wait()
+        assert manager.folder(3).parent == manager.root
+        save(4, state(4))
+    assert (names_in(tmp_path / "near"), names_in(tmp_path / "disk")) == ([1, 4], [1, 2, 4])
 
 
 def test_a_disk_that_is_not_due_for_a_step_gets_the_save_that_replaces_its_own(

@@ -161,7 +161,7 @@ def test_cases_of_many_ranks_run(ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_case_runs_in_processes_of_its_own(tmp_path: Path) -> None:
-    check(CASES["async"], bench.run([CASES["async"]], TINY, tmp_path, 5.0)["async"])
+    check(CASES["async"], bench.run([CASES["async"]], TINY, tmp_path, 1.0)["async"])
     assert list(tmp_path.iterdir()) == []
 
 

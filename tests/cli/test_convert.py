@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from dist_checkpointing import load_plain_tensors, save
 from dist_checkpointing.interop import TorchState
 from dist_checkpointing.tools import app
+from real_ranks import ranks
 from samples import Run, Samples
 from scripts import TELL_PEAK, run_forked, run_fresh, told_peak
 from states import wholes
@@ -244,29 +245,33 @@ def test_options_are_rules_after_those_of_the_recipe(source: Path, tmp_path: Pat
 
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-RANKS = (*LAUNCHER, "-m", "dist_checkpointing")
+
+
+def printed_by_ranks(*arguments: object) -> str:
+    """What a command that runs on two ranks prints, without the seconds of the launcher."""
+    with ranks(2, ["-c", MAIN, *arguments], stderr=subprocess.PIPE) as started:
+        return "".join([process.communicate(120)[0] for process in started])
 
 
 def test_under_torchrun(tmp_path: Path, samples: Samples, dckpt: Run) -> None:
     """Ranks share the work, and the first one talks."""
     source = samples("tensorstore").folder
-    done = run_fresh(*RANKS, "convert", source, tmp_path / "out", "--to", "zarr", timeout=120)
+    command = ("-m", "dist_checkpointing", "convert", source, tmp_path / "out", "--to", "zarr")
+    done = run_fresh(*LAUNCHER, *command, timeout=120)
     assert done.stdout.count("converted ") == 1, done.stderr
     assert dckpt("diff", source, tmp_path / "out", "--equal-nan").code == 0
-    seen = run_fresh(*RANKS, "verify", tmp_path / "out", "--json", timeout=120)
-    alone = dckpt("verify", tmp_path / "out", "--json")
-    assert json.loads(seen.stdout) == alone.json
+    seen = printed_by_ranks("verify", tmp_path / "out", "--json")
+    assert json.loads(seen) == dckpt("verify", tmp_path / "out", "--json").json
 
 
 @pytest.mark.exhaustive
-def test_diff_and_stats_under_torchrun(tmp_path: Path, dckpt: Run) -> None:
+def test_diff_and_stats_on_ranks(tmp_path: Path, dckpt: Run) -> None:
     values = {f"w{i}": torch.arange(6.0) + i for i in range(5)}
     save(wholes(values), tmp_path / "a")
     values["w1"][2], values["w4"][0], values["w2"][5] = 7, float("nan"), float("inf")
     save(wholes(values), tmp_path / "b")
     for command in (["diff", tmp_path / "a", tmp_path / "b"], ["stats", tmp_path / "b", "--scan"]):
-        done = run_fresh(*RANKS, *command, "--json", timeout=120)
         alone = dckpt(*command, "--json", code=1).json
-        assert json.loads(done.stdout) == alone, done.stderr
+        assert json.loads(printed_by_ranks(*command, "--json")) == alone
         found = alone["not_finite"] if command[0] == "stats" else alone["tensors"]
         assert len(found) == (2 if command[0] == "stats" else 3)

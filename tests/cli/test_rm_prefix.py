@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 import dist_checkpointing as dc
 from damage import files_in
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import UnsupportedFormatError
 from dist_checkpointing.filesystem import ObjectPath
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies import (
@@ -229,7 +228,7 @@ def test_nothing_is_removed_in_a_store_and_convert_leaves_tensors_out(
         refused = dckpt("rm-prefix", url, "optimizer", option)
         assert refused.code == 2
         assert remedy in refused.err
-    with pytest.raises(UnsupportedFormatError, match=remedy) as raised:
+    with pytest.raises(dc.UnsupportedFormatError, match=remedy) as raised:
         dc.remove_sharded_tensors(url, "optimizer")
     assert raised.value.findings[0].found == url
     assert_holds(url, values())

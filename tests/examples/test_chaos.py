@@ -124,7 +124,7 @@ def test_a_rank_that_fails_is_named() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not SCRIPT.exists(), reason="not a checkout")
 def test_a_small_chaos_ends_well(tmp_path: Path) -> None:
-    options = ["--kills", "1", "--minutes", "2", "--seed", "1", "--steps", "60", "--incremental"]
+    options = ["--kills", "1", "--minutes", "2", "--seed", "1", "--steps", "12", "--incremental"]
     finished = run_fresh(SCRIPT, *options, "--folder", tmp_path / "out", timeout=280)
     assert finished.returncode == 0, finished.stdout + finished.stderr[-3000:]
     assert "FAILED" not in finished.stdout

@@ -14,11 +14,11 @@ import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.filesystem import LOCK_NAME, FolderLock, local_folder
 from dist_checkpointing.format import Attempt, CheckpointingConfig, remove_checkpoint
-from dist_checkpointing.storage import StorageOptions
+from dist_checkpointing.storage import Durability, StorageOptions
 from dist_checkpointing.strategies import TorchDistSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from faults import strange_flock
-from states import BACKEND, assert_at_step, shard, trained
+from states import BACKEND, assert_at_step, trained, wholes
 
 
 def assert_sound(folder: Path, step: int) -> None:
@@ -55,12 +55,9 @@ def test_a_save_and_a_removal_keep_each_other_out(tmp_path: Path) -> None:
 def test_ranks_with_more_threads_than_rank_0_leave_nothing_that_nobody_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dist_checkpointing.strategies.torch_dist.writer._MIN_FILE_BYTES", 1)
-    threads = [1, 4, 30]
-
-    def save_rank(comm: Comm) -> None:
-        options = StorageOptions(threads=threads[comm.rank])
-        wanted = {str(i): shard(str(i), torch.ones(3), (0, comm.rank, 3)) for i in range(40)}
+    def save_rank(comm: Comm, numel: int) -> None:
+        options = StorageOptions(threads=[1, 30][comm.rank], durability=Durability.PAGE_CACHE)
+        wanted = wholes({f"{comm.rank}.{n}": torch.ones(numel, dtype=torch.int8) for n in range(9)})
         dc.save(wanted, tmp_path, TorchDistSaveShardedStrategy(options=options), comm=comm)
 
     with monkeypatch.context() as patched:
@@ -68,12 +65,12 @@ def test_ranks_with_more_threads_than_rank_0_leave_nothing_that_nobody_names(
         patched.setattr(Attempt, "commit", lambda *_: (_ for _ in ()).throw(OSError("no commit")))
         patched.setattr(Attempt, "abandon", Attempt.release)
         with pytest.raises(dc.CheckpointingException, match="no commit"):
-            run_ranks(3, save_rank)
-    assert (tmp_path / "__1_3.distcp").exists()
-    assert (tmp_path / "__2_7.distcp").exists()
-    run_ranks(3, save_rank)
+            # 32 MiB are enough for a file; more than eight of them a rank has not.
+            run_ranks(2, lambda comm: save_rank(comm, comm.rank * 2**25))
+    assert (tmp_path / "__1_7.distcp").exists()
+    run_ranks(2, lambda comm: save_rank(comm, 3))
     dc.verify_checkpoint(tmp_path)
-    assert len(dc.load_plain_tensors(tmp_path)) == 40
+    assert len(dc.load_plain_tensors(tmp_path)) == 18
     remove_checkpoint(tmp_path)
     assert not tmp_path.exists()
 

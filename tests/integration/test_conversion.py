@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dist_checkpointing as dc
-from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format import Box
 from dist_checkpointing.planning import Keep, Recipe
@@ -121,7 +120,7 @@ def test_bits_arrive(sources: dict[str, Path], source: str, to: str, tmp_path: P
     if to == "safetensors":
         assert ["iteration" in done.left_out[0], "rng" in done.left_out[1]] == [True, True]
         return
-    found = Checkpoint.open(tmp_path / "out")
+    found = dc.Checkpoint.open(tmp_path / "out")
     lost = {"args"} if to == "torch_file" else set[str]()  # a Namespace, which torch refuses
     assert len(done.left_out) == len(lost)
     common = {**COMMON, "content_metadata": METADATA}
@@ -151,7 +150,7 @@ def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) 
     expected = {**tensors, COMMON_KEY: common, OBJECTS_KEY: {"o": {(0,): value}}}
     assert repr(found) == repr({key: expected[key] for key in found})
     assert found.keys() == expected.keys()
-    again = Checkpoint.open(tmp_path / "out.pt")
+    again = dc.Checkpoint.open(tmp_path / "out.pt")
     assert repr(again.common) == repr(common)
     assert repr(again.objects["o"][0]) == repr(value)
 
@@ -286,7 +285,7 @@ def test_a_file_that_is_replaced_while_it_is_read(kind: str, tmp_path: Path) -> 
     path = tmp_path / f"m.{kind}"
     write: Any = save_file if kind == "safetensors" else torch.save
     write({"w": torch.ones(4)}, path)
-    opened = Checkpoint.open(path)
+    opened = dc.Checkpoint.open(path)
     opened.require_unchanged()
     first = Box((0,), (4,))
     assert_same({"w": opened.read([("w", first)])[0]}, {"w": torch.ones(4)})

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, strategies as st
 
 import dist_checkpointing as dc
-from dist_checkpointing import Checkpoint
 from dist_checkpointing.format import Box
 from dist_checkpointing.interop import TorchState
 from dist_checkpointing.tools import convert as tool
@@ -47,7 +46,7 @@ def expected(name: str) -> dict[str, torch.Tensor]:
     }
 
 
-opened = functools.cache(lambda name: Checkpoint.open(FOLDER / name))
+opened = functools.cache(lambda name: dc.Checkpoint.open(FOLDER / name))
 
 
 def written(name: str, tmp_path: Path) -> Path:
@@ -134,7 +133,7 @@ def test_every_box_can_be_read(name: str, data: st.DataObject) -> None:
 
 
 def test_the_folder_above_is_that_of_the_latest_step(tmp_path: Path) -> None:
-    above, step = (Checkpoint.open(path) for path in (FOLDER / "zero3", FOLDER / "zero3" / STEP))
+    above, step = (dc.Checkpoint.open(path) for path in (FOLDER / "zero3", FOLDER / "zero3" / STEP))
     assert [*above] == [*step]
     path = written("zero3", tmp_path)
     (path / "latest").write_text("../zero3/global_step9")
@@ -167,7 +166,7 @@ def test_elastic_checkpoints(tmp_path: Path) -> None:
 
     for rank in (0, 1):
         edit(path / STEP / OPTIM.format(rank), without_padding)
-    source = Checkpoint.open(path)
+    source = dc.Checkpoint.open(path)
     for key, value in expected("zero2").items():
         (found,) = source.read([(key, Box.whole(tuple(value.shape)))])
         assert torch.equal(found.to(value.dtype), value)

@@ -304,10 +304,6 @@ BAD_STATES: dict[str, tuple[BadState, list[str]]] = {
         lambda rank: {"w": rows("w", rank, 3)} if rank < 2 else {},
         ["'w'", "(4, 0) .. (6, 3)", "no shard holds", "replica_id 0"],
     ),
-    "an overlap": (
-        lambda rank: {"w": rows("w", rank % 2, 2)},
-        ["'w'", "2 shards hold", "ranks 0, 2", "(0, 0) .. (2, 3)"],
-    ),
     "no main replica": (
         lambda rank: {"w": rows("w", 0, 1, replica_id=rank + 1)},
         ["'w'", "no rank writes it", "ranks 0, 1, 2", "replica_id 0"],

@@ -16,7 +16,6 @@ from hypothesis import given, strategies as st
 
 import dist_checkpointing as dc
 from damage import files_in
-from dist_checkpointing import Checkpoint, fingerprint, save, verify_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.storage import Checksum, Durability, StorageOptions
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy
@@ -340,26 +339,26 @@ def test_fingerprints_are_those_of_a_full_save(backend: Any, tmp_path: Path) -> 
         "large": torch.randn(600, 500),
         "frozen": torch.randn(600, 500),
     }
-    save(wholes(tensors), tmp_path / "1", backend)
+    dc.save(wholes(tensors), tmp_path / "1", backend)
     tensors["layer3.w"] += 1
     tensors["large"][-1, -1] += 1  # which is seen only when all of it is hashed
-    save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1", fingerprints=True)
+    dc.save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1", fingerprints=True)
     assert num_shared(tmp_path / "2")
-    opened = Checkpoint.open(tmp_path / "2")
-    assert {key: opened.fingerprint(key) for key in tensors} == fingerprint(wholes(tensors))
-    verify_checkpoint(tmp_path / "2")
+    opened = dc.Checkpoint.open(tmp_path / "2")
+    assert {key: opened.fingerprint(key) for key in tensors} == dc.fingerprint(wholes(tensors))
+    dc.verify_checkpoint(tmp_path / "2")
 
 
 def test_small_values_beside_shared_ones(tmp_path: Path) -> None:
     """Digests made for the comparison, and those made on writing, are those of a full save."""
     sizes = (0, 1, 3, 30, 60, 61, 100, 3000)
     tensors = {f"w{i}.{size}": torch.randn(size) for size in sizes for i in range(20)}
-    save(wholes(tensors), tmp_path / "1")
+    dc.save(wholes(tensors), tmp_path / "1")
     changed = {key: tensor + (key[1:3] == "7.") for key, tensor in tensors.items()}
-    save(wholes(changed), tmp_path / "2", base=tmp_path / "1")
-    save(wholes(changed), tmp_path / "full")
+    dc.save(wholes(changed), tmp_path / "2", base=tmp_path / "1")
+    dc.save(wholes(changed), tmp_path / "full")
     assert num_shared(tmp_path / "2")
-    verify_checkpoint(tmp_path / "2")
+    dc.verify_checkpoint(tmp_path / "2")
     for end in ("bin", "upper"):
         name = f".dckpt/checksums/00000.{end}"
         assert (tmp_path / "2" / name).read_bytes() == (tmp_path / "full" / name).read_bytes()

@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +12,15 @@ import torch
 import dist_checkpointing as dc
 from dist_checkpointing.filesystem import local_folder, ranged_reads
 from faults import replaced
-from states import shard
+from states import wholes
 
 COUNT = 3000
 SHAPE = (300,)  # too large to lie in the tree
 OPEN_FILES = Path("/proc/self/fd")
 
 
-def state(count: int = COUNT) -> dict[str, dc.ShardedTensor]:
-    names = [f"layers.{i}.weight" for i in range(count)]
-    return {name: shard(name, torch.full(SHAPE, float(i))) for i, name in enumerate(names)}
+def state(count: int = COUNT) -> dict[str, Any]:
+    return wholes({f"layers.{i}.weight": torch.full(SHAPE, float(i)) for i in range(count)})
 
 
 @pytest.fixture(scope="module")

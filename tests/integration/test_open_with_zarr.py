@@ -13,7 +13,6 @@ import zarr
 
 import dist_checkpointing as dc
 from damage import files_in
-from dist_checkpointing import ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import DTYPES, DType, as_numpy
 from dist_checkpointing.strategies import Zarr3SaveShardedStrategy
@@ -38,7 +37,7 @@ def opened(path: Path) -> Any:
     return array
 
 
-def quarters(key: str, full: torch.Tensor, rank: int) -> list[ShardedTensor]:
+def quarters(key: str, full: torch.Tensor, rank: int) -> list[dc.ShardedTensor]:
     """What one of two ranks has of a (6, 4) tensor in four chunks."""
     parts = full.chunk(2)[rank].chunk(2, 1)
     return [shard(key, part, (0, rank, 2), (1, i, 2)) for i, part in enumerate(parts)]
@@ -103,8 +102,8 @@ def test_the_group_of_zarr_2_lists_all_arrays_from_consolidated_metadata(tmp_pat
         "8 bits": torch.ones(3).to(torch.float8_e4m3fn),
     }
     names = ["decoder.weight", "optimizer%2Fstate%2F%C3%BC", "8%20bits"]
-    state = {**wholes(full), "o": ShardedObject("rng", 5, (1,), (0,)), "step": 1}
-    save(state, tmp_path, ("zarr", 2))
+    state = {**wholes(full), "o": dc.ShardedObject("rng", 5, (1,), (0,)), "step": 1}
+    dc.save(state, tmp_path, ("zarr", 2))
     alone: Any = zarr.open_group(str(tmp_path), mode="r", use_consolidated=False)
     assert bits(alone["decoder.weight"][...]) == bits(full["decoder.weight"])
     groups: list[zarr.Group] = [
@@ -124,12 +123,12 @@ def test_the_group_of_zarr_2_lists_all_arrays_from_consolidated_metadata(tmp_pat
     assert set(dc.load_tensors_metadata(tmp_path)) == {"decoder.weight", "8 bits"}
 
 
-def uneven(key: str, rank: int) -> ShardedTensor:
+def uneven(key: str, rank: int) -> dc.ShardedTensor:
     """Three rows on rank 0, seven on rank 1."""
     return between(key, UNEVEN, *((0, 3), (3, 10))[rank])
 
 
-def flattened(key: str, rank: int) -> ShardedTensor:
+def flattened(key: str, rank: int) -> dc.ShardedTensor:
     """Five elements of the flattening on rank 0, seven on rank 1."""
     return flat(key, FLAT, *((0, 5), (5, 12))[rank])
 
@@ -208,7 +207,7 @@ def test_zarr_and_tensorstore_agree_on_arrays_of_our_dtypes(
 
 
 def all_kinds(rank: int) -> dict[str, Any]:
-    def even(key: str, data: torch.Tensor) -> ShardedTensor:
+    def even(key: str, data: torch.Tensor) -> dc.ShardedTensor:
         return shard(key, data + rank, (0, rank, 2))
 
     return {
@@ -223,7 +222,7 @@ def all_kinds(rank: int) -> dict[str, Any]:
         "flat": flattened("flat", rank),
         "scalar": shard("scalar", torch.tensor(2.5), replica_id=rank),
         "empty": shard("empty", torch.empty(0, 3), replica_id=rank),
-        "object": ShardedObject("object", rank, (2,), (rank,)),
+        "object": dc.ShardedObject("object", rank, (2,), (rank,)),
     }
 
 
@@ -255,7 +254,7 @@ def test_without_its_index_a_checkpoint_loads_the_same(
     def load_rank(comm: Comm) -> None:
         wanted = all_kinds(1 - comm.rank)
         template = {name: leaf.without_data() for name, leaf in wanted.items()}
-        for name, value in load(template, tmp_path, comm=comm).items():
+        for name, value in dc.load(template, tmp_path, comm=comm).items():
             right = wanted[name].data
             assert value == right if name == "object" else bits(value) == bits(right)
 
@@ -326,7 +325,7 @@ def test_a_database_of_another_program_is_read(
     def load_rank(comm: Comm) -> None:
         template = {key: rows(key, torch.zeros(6, 5), comm) for key in CODECS}
         template["flat"] = flat("turned", torch.zeros(6, 5), 15 * comm.rank, 15 * comm.rank + 15)
-        loaded = load(template, folder, comm=comm)
+        loaded = dc.load(template, folder, comm=comm)
         for key in CODECS:
             assert torch.equal(loaded[key], FILLED.chunk(2)[comm.rank])
         assert torch.equal(loaded["flat"], FILLED.reshape(2, -1)[comm.rank])
@@ -355,14 +354,14 @@ def test_a_damaged_database_of_another_program(tmp_path: Path, kind: str) -> Non
 
 def test_half_of_a_copy_of_a_checkpoint_is_not_taken_for_a_database(tmp_path: Path) -> None:
     state = {"w": shard("w", torch.ones(4)), "step": 1}
-    save(state, tmp_path / "other", ("tensorstore", 1))
+    dc.save(state, tmp_path / "other", ("tensorstore", 1))
     shutil.rmtree(tmp_path / "other" / ".dckpt")
     for name in ("metadata.json", "common.pt"):
         (tmp_path / "other" / name).unlink()
     with pytest.raises(dc.CheckpointNotFoundError):
         dc.load(state, tmp_path / "other")
     tmp_path /= "c"
-    save({"w": shard("w", torch.ones(4))}, tmp_path, ("zarr", 2))
+    dc.save({"w": shard("w", torch.ones(4))}, tmp_path, ("zarr", 2))
     (tmp_path / "w" / "c.0").unlink()
     shutil.rmtree(tmp_path / ".dckpt")
     for name in ("metadata.json", "common.pt", "zarr.json"):

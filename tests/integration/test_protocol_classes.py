@@ -13,16 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import (
-    Checkpoint,
-    CheckpointingException,
-    PlanCache,
-    ShardedObject,
-    ShardedTensor,
-    async_save,
-    load,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.planning import (
     LoadItemType,
@@ -182,7 +173,7 @@ class OwnSavePlanner(SavePlanner):
     def build_local_plan(self) -> SavePlan:
         items = []
         for fqn, leaf in self.leaves.items():
-            if isinstance(leaf, ShardedObject):
+            if isinstance(leaf, dc.ShardedObject):
                 index = MetadataIndex(fqn)
                 items.append(WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=object()))
                 continue
@@ -213,7 +204,7 @@ class OwnSavePlanner(SavePlanner):
         return self.leaves[item.index.fqn].data
 
 
-SHARDED = (ShardedTensor, ShardedObject)
+SHARDED = (dc.ShardedTensor, dc.ShardedObject)
 
 
 class OwnLoadPlanner(LoadPlanner):
@@ -231,7 +222,7 @@ class OwnLoadPlanner(LoadPlanner):
     def build_local_plan(self) -> LoadPlan:
         items = []
         for fqn, leaf in self.state_dict.items():
-            if isinstance(leaf, ShardedObject):
+            if isinstance(leaf, dc.ShardedObject):
                 index = MetadataIndex(fqn)
                 items.append(ReadItem(LoadItemType.BYTE_IO, index, (0,), index, (0,), (0,)))
                 continue
@@ -282,7 +273,7 @@ def state_of(comm: Comm) -> dict[str, Any]:
         "rows": rows("rows", FULL, comm),
         "uneven": between("uneven", FULL, half.start, half.stop),
         "whole": shard("whole", FULL, replica_id=comm.rank),
-        "rng": ShardedObject("rng", {"seed": [1, 2]}, (1,), (0,), replica_id=comm.rank),
+        "rng": dc.ShardedObject("rng", {"seed": [1, 2]}, (1,), (0,), replica_id=comm.rank),
         "step": 7,
     }
 
@@ -291,8 +282,8 @@ def check_template(comm: Comm, folder: Path, strategy: Any, **options: Any) -> N
     columns = FULL.chunk(comm.world_size, 1)[comm.rank]
     keys = [key for number, key in enumerate(KEYS) if number != comm.rank % 3]
     template = {key: rows(key, torch.zeros(8, 6), comm, axis=1) for key in keys}
-    template["rng"] = ShardedObject("rng", None, (1,), (0,))  # type: ignore[assignment]
-    found: Any = load(template, folder, strategy, comm=comm, **options)
+    template["rng"] = dc.ShardedObject("rng", None, (1,), (0,))  # type: ignore[assignment]
+    found: Any = dc.load(template, folder, strategy, comm=comm, **options)
     for key in keys:
         assert torch.equal(found[key], columns), key
     assert found["rng"] == {"seed": [1, 2]}
@@ -305,13 +296,13 @@ def test_own_writer_and_reader(tmp_path: Path, how: str) -> None:
         strategy = Save(planner=None if how == "save" else OwnSavePlanner())
         state = state_of(comm)
         if how == "save":
-            cache = PlanCache()
+            cache = dc.PlanCache()
             for name in ("d", "c"):
-                save(state, tmp_path / name, strategy, comm=comm, plan_cache=cache)
+                dc.save(state, tmp_path / name, strategy, comm=comm, plan_cache=cache)
         elif how == "async":
-            async_save(state, tmp_path / "c", strategy, comm=comm).result()
+            dc.async_save(state, tmp_path / "c", strategy, comm=comm).result()
         else:
-            request = save(state, tmp_path / "c", strategy, comm=comm, async_sharded_save=True)
+            request = dc.save(state, tmp_path / "c", strategy, comm=comm, async_sharded_save=True)
             assert request is not None
             request.execute()
             request.finalize(comm)
@@ -350,25 +341,27 @@ def test_classes_that_derive_from_the_protocol_itself(tmp_path: Path) -> None:
             folder = tmp_path / str(number)
             strategy = PastedSave()
             strategy.planner = saving and saving()
-            save(state_of(comm), folder, strategy, comm=comm)
+            dc.save(state_of(comm), folder, strategy, comm=comm)
             check_template(comm, folder, PastedLoad(planner=loading and loading()))
 
     run_ranks(2, one)
-    with pytest.raises(CheckpointingException, match=r"be a SavePlanner[^|]*abstract.* get_data"):
-        save({}, tmp_path / "c", PastedSave(planner=type("Half", (), {})()))
+    with pytest.raises(
+        dc.CheckpointingException, match=r"be a SavePlanner[^|]*abstract.* get_data"
+    ):
+        dc.save({}, tmp_path / "c", PastedSave(planner=type("Half", (), {})()))
 
 
 def test_a_pasted_reader_is_asked_for_the_metadata_before_every_read(tmp_path: Path) -> None:
     """Also by what reads more than once: the values that no fingerprint is kept of, and slices."""
 
     def one(comm: Comm) -> None:
-        save(state_of(comm), tmp_path / "c", PastedSave(), comm=comm)
+        dc.save(state_of(comm), tmp_path / "c", PastedSave(), comm=comm)
         check_template(comm, tmp_path / "c", PastedLoad(), verify="restored")
 
     run_ranks(2, one)
     register_default_strategy(StrategyAction.LOAD_SHARDED, *Save.writes, PastedLoad())
     try:
-        opened = Checkpoint.open(tmp_path / "c")
+        opened = dc.Checkpoint.open(tmp_path / "c")
         for _ in range(2):
             assert torch.equal(opened["rows"][2:5], FULL[2:5])
     finally:
@@ -381,7 +374,7 @@ def test_own_planners_with_every_backend(tmp_path: Path, backend: tuple[str, int
     loader = type(get_default_strategy(StrategyAction.LOAD_SHARDED, *backend))
 
     def one(comm: Comm) -> None:
-        save(state_of(comm), tmp_path / "c", saver(planner=OwnSavePlanner()), comm=comm)
+        dc.save(state_of(comm), tmp_path / "c", saver(planner=OwnSavePlanner()), comm=comm)
         check_template(comm, tmp_path / "c", loader(planner=OwnLoadPlanner()))
         check_template(comm, tmp_path / "c", None)
 
@@ -402,7 +395,7 @@ class LargestFirstStrategy(TensorStoreSaveShardedStrategy):
 def test_a_writer_may_sort_the_items_of_a_plan(tmp_path: Path, fingerprints: bool) -> None:
     full = {key: torch.full((size,), float(size)) for key, size in (("a", 2), ("b", 5), ("c", 3))}
     options: Any = {"fingerprints": fingerprints}
-    save(wholes(full), tmp_path / "0", LargestFirstStrategy(), **options)
-    async_save(wholes(full), tmp_path / "1", LargestFirstStrategy(), **options).wait()
+    dc.save(wholes(full), tmp_path / "0", LargestFirstStrategy(), **options)
+    dc.async_save(wholes(full), tmp_path / "1", LargestFirstStrategy(), **options).wait()
     for name in "01":
         assert_holds(tmp_path / name, full)

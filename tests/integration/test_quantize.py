@@ -11,14 +11,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dist_checkpointing import (
-    Checkpoint,
-    Recipe,
-    StateMismatchError,
-    load,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.planning import (
     CastTo,
@@ -156,7 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_holds(path: Path, expected: Tensors) -> None:
-    found = load_plain_tensors(path)
+    found = dc.load_plain_tensors(path)
     for key, own in expected.items():
         assert_same_bits(found.pop(key), own.contiguous(), key)
     assert not found
@@ -175,7 +168,9 @@ def test_any_sharding_is_a_part_of_the_whole(
 ) -> None:
     rules, full = CASES[case]
 
-    check_parts(folder, full, Recipe(*rules), cut=cut, at=at, world_size=world_size, shares=shares)
+    check_parts(
+        folder, full, dc.Recipe(*rules), cut=cut, at=at, world_size=world_size, shares=shares
+    )
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=CASES)
@@ -187,7 +182,7 @@ def test_conversions(tmp_path: Path, folder: Path, number: int) -> None:
     options = ConvertOptions(reshard=[reshard] if number % 5 else [], lossy=True)
 
     def on_rank(comm: Comm) -> None:
-        convert(folder, tmp_path / "m", to, options=options, recipe=Recipe(*rules), comm=comm)
+        convert(folder, tmp_path / "m", to, options=options, recipe=dc.Recipe(*rules), comm=comm)
 
     run_ranks(1 + number % 3, on_rank)
     assert_holds(tmp_path / "m", full)
@@ -197,16 +192,16 @@ def test_there_and_back(tmp_path: Path) -> None:
     """In the blocks of DeepSeek, with blocks at the edges."""
     own = weights(300, 200)
     source = written(tmp_path / "bf16", {"a.weight": own, "norm": STORED["norm.weight"]})
-    convert(source, tmp_path / "fp8", "safetensors", recipe=Recipe(Quantize("{x*}.weight")))
+    convert(source, tmp_path / "fp8", "safetensors", recipe=dc.Recipe(Quantize("{x*}.weight")))
     codes, scales = quantized(own, 128, 128)
     assert scales.shape == (3, 2)
-    found = load_plain_tensors(tmp_path / "fp8")
+    found = dc.load_plain_tensors(tmp_path / "fp8")
     assert_same_bits(found["a.weight"], codes, "codes")
     assert_same_bits(found["a.weight_scale_inv"], scales, "scales")
     want = of_blocks(codes, scales, 128, 128)
     for dtype in (torch.bfloat16, torch.float32):
         ours = blanks({"a.weight": want.to(dtype)})
-        load(ours, tmp_path / "fp8", recipe=Recipe(Dequantize(dtype=str(dtype))))
+        dc.load(ours, tmp_path / "fp8", recipe=dc.Recipe(Dequantize(dtype=str(dtype))))
         assert_same_bits(ours["a.weight"].data, want.to(dtype), "back")
     # Where there are values near the largest one, they lose three bits of the mantissa at most.
     near = own.float().abs() > of_blocks(torch.ones_like(codes), scales, 128, 128)
@@ -229,7 +224,9 @@ def test_values_that_have_no_scale(tmp_path: Path, case: str) -> None:
     numbers = torch.tensor(SPECIAL[case])
     values[:, :4] = numbers.repeat(16)[:16].reshape(4, 4)
     source = written(tmp_path / "hf", {"w": values})
-    made = load(blanks(named("w", values, 4, 4)), source, recipe=Recipe(Quantize("w", [4, 4])))
+    made = dc.load(
+        blanks(named("w", values, 4, 4)), source, recipe=dc.Recipe(Quantize("w", [4, 4]))
+    )
     codes, scales = made["w"], made["w_scale_inv"]
     assert_same_bits(codes, quantized(values, 4, 4)[0], "codes")
     assert_same_bits(scales, quantized(values, 4, 4)[1], "scales")
@@ -246,14 +243,14 @@ def test_values_that_have_no_scale(tmp_path: Path, case: str) -> None:
 def test_a_save_does_not_quantize(tmp_path: Path) -> None:
     """It is refused by all ranks, and the checkpoint that was there stays."""
     own = STORED["up.weight"]
-    save(wholes({"w": own}), tmp_path / "c")
+    dc.save(wholes({"w": own}), tmp_path / "c")
 
     def on_rank(comm: Comm) -> None:
         state = {"w": between("up.weight", own, *[(0, 32), (32, 70)][comm.rank])}
-        save(state, tmp_path / "c", recipe=Recipe(QUANTIZE), overwrite=True, comm=comm)
+        dc.save(state, tmp_path / "c", recipe=dc.Recipe(QUANTIZE), overwrite=True, comm=comm)
 
     for error in failures_on(2, on_rank):
-        assert isinstance(error, StateMismatchError)
+        assert isinstance(error, dc.StateMismatchError)
         assert "'up.weight': a save neither quantizes nor dequantizes" in str(error)
         assert "save without Quantize, and convert with it afterwards" in str(error)
     assert_holds(tmp_path / "c", {"w": own})
@@ -265,16 +262,16 @@ def test_a_conversion_holds_a_few_blocks_at_a_time(
     """Also for scales, one of which is made of 16,384 values."""
     own = weights(2052, 4000)
     source = written(tmp_path / "hf", {"w": own})
-    read = Checkpoint.read
+    read = dc.Checkpoint.read
     sizes = []
 
-    def noting(self: Checkpoint, wanted: Any) -> Any:
+    def noting(self: dc.Checkpoint, wanted: Any) -> Any:
         sizes.append(sum(box.num_elements * 2 for _, box in wanted))
         return read(self, wanted)
 
-    monkeypatch.setattr(Checkpoint, "read", noting)
+    monkeypatch.setattr(dc.Checkpoint, "read", noting)
     with torch.profiler.profile(profile_memory=True) as profiled:
-        convert(source, tmp_path / "fp8", "safetensors", recipe=Recipe(Quantize("w")))
+        convert(source, tmp_path / "fp8", "safetensors", recipe=dc.Recipe(Quantize("w")))
     assert 2**22 < max(sizes) <= 2**23
     assert sum(sizes) <= 2.1 * 2**24
     allocated = [event.self_cpu_memory_usage for event in profiled.events() or ()]
@@ -283,7 +280,7 @@ def test_a_conversion_holds_a_few_blocks_at_a_time(
     want = named("w", own, 128, 128)
     assert_holds(tmp_path / "fp8", want)
     with torch.inference_mode():
-        found = load(blanks(want), source, recipe=Recipe(Quantize("w")))
+        found = dc.load(blanks(want), source, recipe=dc.Recipe(Quantize("w")))
     for key in want:
         assert_same_bits(found[key], want[key], key)
 
@@ -292,16 +289,16 @@ def test_recipes_in_files_and_what_they_say(tmp_path: Path, folder: Path) -> Non
     text = '- quantize: "(up|down|gate|experts).weight"\n  block: [16, 16]\n'
     (tmp_path / "rules.yaml").write_text(text)
     (tmp_path / "rules.json").write_text(json.dumps([{"quantize": "{x*}", "block": [16, 16]}]))
-    convert(folder, tmp_path / "new", "safetensors", recipe=Recipe.read(tmp_path / "rules.yaml"))
+    convert(folder, tmp_path / "new", "safetensors", recipe=dc.Recipe.read(tmp_path / "rules.yaml"))
     assert_holds(tmp_path / "new", all_of(STORED))
-    made = preview_recipe(Recipe.read(tmp_path / "rules.json"), folder)
+    made = preview_recipe(dc.Recipe.read(tmp_path / "rules.json"), folder)
     assert str(made.counts[0][0]) == "quantize '{x*}', block=[16, 16]"
     assert made.rounded_from("up.weight") == ["bfloat16"]
     assert made.origin("up.weight_scale_inv") == "up.weight"
     assert {key.removesuffix("_scale_inv") for key in made.changed} == {*QUANTIZED}
     assert (made.left_out, made.cut) == ([], {})
     rules = [Resize("up.weight", size=35), QUANTIZE]
-    assert preview_recipe(Recipe(*rules), folder).cut == {"up.weight": (35 * 45, 70 * 45)}
+    assert preview_recipe(dc.Recipe(*rules), folder).cut == {"up.weight": (35 * 45, 70 * 45)}
 
 
 def test_what_does_not_fit(folder: Path) -> None:
@@ -311,8 +308,8 @@ def test_what_does_not_fit(folder: Path) -> None:
         (scales, "'up.weight_scale_inv': several tensors would have this name"),
         (filled, "'up.weight': only the template holds some of its values. Fill with zeros."),
     ):
-        with pytest.raises(StateMismatchError) as caught:
-            preview_recipe(Recipe(rule, QUANTIZE), folder)
+        with pytest.raises(dc.StateMismatchError) as caught:
+            preview_recipe(dc.Recipe(rule, QUANTIZE), folder)
         assert text in str(caught.value)
         assert "rule 2 of the recipe does not fit: quantize '{x*}'" in str(caught.value)
 
@@ -321,16 +318,16 @@ def test_the_configuration_of_a_quantized_model_says_so(tmp_path: Path) -> None:
     """Or readers would take codes for values; also by way of another format, and back again."""
     folder = tmp_path / "model"
     names = ("layer.proj.weight", "lm_head.weight")
-    save({key: shard(key, torch.ones(32, 48)) for key in names}, folder, "safetensors")
+    dc.save({key: shard(key, torch.ones(32, 48)) for key in names}, folder, "safetensors")
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
     def said_after(start: str, name: str, rule: Rule) -> Any:
-        convert(tmp_path / start, tmp_path / name, "safetensors", recipe=Recipe(rule))
+        convert(tmp_path / start, tmp_path / name, "safetensors", recipe=dc.Recipe(rule))
         said = json.loads((tmp_path / name / "config.json").read_text())
         assert said.pop("model_type") == "llama"
         return said.get("quantization_config")
 
-    convert(folder, tmp_path / "zarr", "zarr", recipe=Recipe(Quantize("layer.{x*}", BLOCK)))
+    convert(folder, tmp_path / "zarr", "zarr", recipe=dc.Recipe(Quantize("layer.{x*}", BLOCK)))
     expected = {
         "quant_method": "fp8",
         "fmt": "e4m3",

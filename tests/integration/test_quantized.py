@@ -13,15 +13,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dist_checkpointing import (
-    CorruptCheckpointError,
-    Recipe,
-    ShardedTensor,
-    StateMismatchError,
-    load,
-    load_plain_tensors,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.planning import Concat, Dequantize, Rename, Resize, Rule, Transpose, Unstack
 from dist_checkpointing.serialization import preview_recipe
 from dist_checkpointing.testing import assert_same_bits
@@ -103,7 +95,7 @@ def test_blocks_and_scales_of_other_kinds(tmp_path: Path) -> None:
     codes, exponents = fp8(2, 10, 24), octets(2, 5, 3, least=100, most=140)
     stored = {"up.w": codes, "up.scale": exponents, "a.w": fp8(4, 4), "a.scale": scales_of(4)}
     folder = written(tmp_path / "hf", {**stored, "b": fp8(2)})
-    recipe = Recipe(
+    recipe = dc.Recipe(
         Rename("{m*}.scale", "{m}.w_scale"),
         Dequantize("up.w", "float32", block=[2, 8]),
         Dequantize("a.w", "float32"),
@@ -113,7 +105,7 @@ def test_blocks_and_scales_of_other_kinds(tmp_path: Path) -> None:
         "up.w": of_blocks(codes, torch.exp2(exponents.float() - 127), 1, 2, 8),
         "a.w": of_blocks(fp8(4, 4), scales_of(4)[:, None], 1, 4),
     }
-    found = load(blanks(want), folder, recipe=recipe)
+    found = dc.load(blanks(want), folder, recipe=recipe)
     for key, own in want.items():
         assert_same_bits(found[key], own, key)
 
@@ -162,7 +154,7 @@ def test_any_sharding_is_a_part_of_the_whole(
     if not folder.exists():
         written(folder, STORED)
     rules, change = CHAINS[chain]
-    recipe = Recipe(Dequantize(block=BLOCK), *rules)
+    recipe = dc.Recipe(Dequantize(block=BLOCK), *rules)
     quantized = {key: own for key, own in VALUES.items() if own.dtype == torch.float32}
     if not dtype.is_floating_point:  # no integer is as large as the values of MXFP4
         quantized.pop("layers.0.experts.up", None)
@@ -177,7 +169,7 @@ def test_any_sharding_is_a_part_of_the_whole(
 @BACKEND
 def test_what_other_backends_have_stored(tmp_path: Path, backend: Any) -> None:
     """With two leaves in one memory, also where they keep rows of the template."""
-    save({**wholes(STORED), "step": 1}, tmp_path / "ckpt", backend)
+    dc.save({**wholes(STORED), "step": 1}, tmp_path / "ckpt", backend)
     rules = [Dequantize(block=BLOCK), Resize("layers.0.mlp.weight", size=72, fill="template")]
     kept = ("layers.0.norm.weight", "batch")
     want = {key: own for key, own in expected(torch.bfloat16).items() if key not in kept}
@@ -188,7 +180,7 @@ def test_what_other_backends_have_stored(tmp_path: Path, backend: Any) -> None:
         for name in ("rows", "mlp"):
             key = f"layers.0.{name}.weight"
             template[f"tied {name}"] = shard(key, template[key].data)
-        load(template, tmp_path / "ckpt", recipe=Recipe(*rules), verify=verify)
+        dc.load(template, tmp_path / "ckpt", recipe=dc.Recipe(*rules), verify=verify)
         for key, own in want.items():
             assert_same_bits(template[key].data, own.contiguous(), key)
 
@@ -203,23 +195,23 @@ def test_values_are_computed_in_bounded_memory(tmp_path: Path) -> None:
     folder = written(tmp_path / "hf", tensors)
     memory = torch.empty(shape, dtype=torch.bfloat16)
     odd = memory[:, 1:]
-    template = {"own": ShardedTensor.from_offset("up", odd, shape, [0, 1, 0])}
+    template = {"own": dc.ShardedTensor.from_offset("up", odd, shape, [0, 1, 0])}
     with torch.profiler.profile(profile_memory=True) as profiled:
-        load(template, folder, recipe=Recipe(Dequantize()))
+        dc.load(template, folder, recipe=dc.Recipe(Dequantize()))
     allocated = [event.self_cpu_memory_usage for event in profiled.events() or ()]
     assert 2**19 < max(allocated) < 2**22 < odd.nbytes / 3
 
 
 def test_damage_of_scales_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
-    save(wholes(STORED), folder, ("zarr", 1))
+    dc.save(wholes(STORED), folder, ("zarr", 1))
     (chunk,) = (folder / "layers.0.mlp.weight_scale_inv").glob("[0-9]*")
     chunk.write_bytes(b"\1" + chunk.read_bytes()[1:])
     template = blanks({"layers.0.mlp.weight": expected(torch.bfloat16)["layers.0.mlp.weight"]})
-    recipe = Recipe(Dequantize(block=BLOCK))
-    load(template, folder, recipe=recipe)
-    with pytest.raises(CorruptCheckpointError, match=r"mlp\.weight_scale_inv"):
-        load(template, folder, recipe=recipe, verify=True)
+    recipe = dc.Recipe(Dequantize(block=BLOCK))
+    dc.load(template, folder, recipe=recipe)
+    with pytest.raises(dc.CorruptCheckpointError, match=r"mlp\.weight_scale_inv"):
+        dc.load(template, folder, recipe=recipe, verify=True)
 
 
 def test_conversions_and_files(tmp_path: Path) -> None:
@@ -233,18 +225,18 @@ def test_conversions_and_files(tmp_path: Path) -> None:
     command = ["-m", "dist_checkpointing", "convert", "hf", "new", "--to", "zarr"]
     done = run_fresh(*command, "--recipe", "rules.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = load_plain_tensors(tmp_path / "new")
+    found = dc.load_plain_tensors(tmp_path / "new")
     for key, own in expected(torch.bfloat16).items():
         assert_same_bits(found.pop(key), own.contiguous(), key)
     assert not found
-    made = preview_recipe(Recipe.read(tmp_path / "rules.json"), folder)
+    made = preview_recipe(dc.Recipe.read(tmp_path / "rules.json"), folder)
     assert (made.left_out, made.cut) == ([], {})
     assert (
         made.origin("layers.0.experts.up")
         == "layers.*.experts.up_blocks, layers.*.experts.up_scales"
     )
     assert made.rounded_from("layers.0.mlp.weight") == ["float32"]
-    made = preview_recipe(Recipe(Dequantize(dtype="float32", block=BLOCK)), folder)
+    made = preview_recipe(dc.Recipe(Dequantize(dtype="float32", block=BLOCK)), folder)
     assert made.rounded_from("layers.0.mlp.weight") == []
 
 
@@ -253,7 +245,7 @@ def test_a_dequantized_folder_does_not_say_that_it_is_quantized(tmp_path: Path) 
     folder = written(tmp_path / "hf", STORED)
     config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}, "é": 1.5}
     (folder / "config.json").write_text(json.dumps(config))
-    recipe = Recipe(Dequantize(block=BLOCK))
+    recipe = dc.Recipe(Dequantize(block=BLOCK))
     convert(folder, tmp_path / "zarr", "zarr", recipe=recipe)
     convert(tmp_path / "zarr", tmp_path / "back", "safetensors")
     del config["quantization_config"]
@@ -263,7 +255,7 @@ def test_a_dequantized_folder_does_not_say_that_it_is_quantized(tmp_path: Path) 
     same = (tmp_path / "same" / "config.json").read_bytes()
     assert same == (folder / "config.json").read_bytes()
     (folder / "config.json").write_text("{")
-    with pytest.raises(CorruptCheckpointError, match=r"configuration .* cannot be read"):
+    with pytest.raises(dc.CorruptCheckpointError, match=r"configuration .* cannot be read"):
         convert(folder, tmp_path / "new", "safetensors", recipe=recipe)
     assert not (tmp_path / "new").exists()
 
@@ -313,9 +305,9 @@ def test_what_does_not_fit_is_found_before_a_byte_is_read(tmp_path: Path, case: 
         os.truncate(path, int.from_bytes(path.read_bytes()[:8], "little") + 8)
         os.truncate(path, size)
     memory = torch.ones(4, 4)
-    recipe = Recipe(*rules, Dequantize())
-    with pytest.raises(StateMismatchError) as caught:
-        load({"a": shard("a.weight", memory)}, folder, recipe=recipe)
+    recipe = dc.Recipe(*rules, Dequantize())
+    with pytest.raises(dc.StateMismatchError) as caught:
+        dc.load({"a": shard("a.weight", memory)}, folder, recipe=recipe)
     for text in [*texts, f"rule {len(recipe.rules)} of the recipe", "dequantize '{name*}'"]:
         assert text in str(caught.value)
     assert (memory == 1).all()

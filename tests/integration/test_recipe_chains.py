@@ -404,7 +404,7 @@ SAVED_KINDS = ["whole", "rows", "rows", "flat", "prepended"]
 LOADED_KINDS = ["whole", "rows", "rows", "flat", "prepended", "box", "box"]
 
 
-@examples(70)
+@examples(50)
 @given(
     case=cases(),
     backend=st.sampled_from(BACKENDS),
@@ -514,7 +514,7 @@ def assert_made(folder: Path, case: Case) -> Checkpoint:
     return source
 
 
-@examples(35)
+@examples(25)
 @given(
     case=cases(),
     backend=st.sampled_from(BACKENDS),
@@ -539,7 +539,7 @@ def test_a_conversion_is_what_torch_makes(
         assert (done.not_verified is None) != is_empty
 
 
-@examples(50)
+@examples(35)
 @given(
     case=cases(),
     backend=st.sampled_from([*BACKENDS, ("safetensors", 1)]),

@@ -12,7 +12,6 @@ import torch
 
 import dist_checkpointing as dc
 from damage import flip, place_of
-from dist_checkpointing import load
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.interop import TorchState
 from dist_checkpointing.planning import (
@@ -66,7 +65,7 @@ def test_what_is_missing_is_zero_kept_or_an_error(ckpt: Path) -> None:
     made = str(preview_recipe(recipe, ckpt, template))
     assert "rule 2: missing 'new.{x*}', fill='template': 2 matched" in made
     assert "object new.rng <- template" in made
-    found = load(template, ckpt, recipe=recipe, strict="raise_unexpected")
+    found = dc.load(template, ckpt, recipe=recipe, strict="raise_unexpected")
     assert found["new.zero.w"].eq(0).all()
     assert found["new.w"].eq(1).all()
     assert (found["rng"], found["step"]) == ({"seed": 5}, 7)
@@ -78,18 +77,18 @@ def test_what_is_missing_is_zero_kept_or_an_error(ckpt: Path) -> None:
     ):
         template["new.w"].data = None if wrong is recipe else torch.ones(2, 2)
         with pytest.raises(dc.StateMismatchError, match=said) as caught:
-            load(template, ckpt, recipe=wrong)
+            dc.load(template, ckpt, recipe=wrong)
         assert wrong is refusing or "nothing matches" not in str(caught.value)
 
 
 def test_strictness_means_what_the_recipe_makes(ckpt: Path) -> None:
     recipe = dc.Recipe(Keep(["layers.{i}.a"]), Stack("layers.{i}.{x}", into="all.{x}"))
     template = blanks({"all.a": torch.empty(3, 2, 3)})
-    found = load(template, ckpt, recipe=recipe, strict="raise_all")
+    found = dc.load(template, ckpt, recipe=recipe, strict="raise_all")
     assert torch.equal(
         found["all.a"], torch.stack([numbered(2, 3, start=100 * i) for i in range(3)])
     )
-    _, missing, unexpected = load(
+    _, missing, unexpected = dc.load(
         blanks({"b": torch.empty(1)}), ckpt, recipe=recipe, strict="return_all"
     )
     assert (missing, unexpected) == ({"all.a"}, {"b"})
@@ -97,7 +96,7 @@ def test_strictness_means_what_the_recipe_makes(ckpt: Path) -> None:
 
 def test_a_parameter_that_wants_gradients_is_filled(ckpt: Path) -> None:
     weight = torch.nn.Parameter(torch.empty(2, 5))
-    load({"w": shard("emb", weight)}, ckpt, recipe=dc.Recipe(Transpose("emb")))
+    dc.load({"w": shard("emb", weight)}, ckpt, recipe=dc.Recipe(Transpose("emb")))
     assert torch.equal(weight, numbered(5, 2).T)
 
 
@@ -127,7 +126,7 @@ def test_a_parameter_that_wants_gradients_is_filled(ckpt: Path) -> None:
 def test_errors_name_the_rule(ckpt: Path, rules: list[Rule], said: str) -> None:
     recipe = dc.Recipe(Rename("nothing", to="here"), *rules)
     with pytest.raises(dc.StateMismatchError, match=re.escape(said)) as caught:
-        load({}, ckpt, recipe=recipe)
+        dc.load({}, ckpt, recipe=recipe)
     assert f"rule {1 + len(rules)} of the recipe does not fit: {rules[-1]}" in str(caught.value)
 
 
@@ -135,7 +134,7 @@ def test_what_is_not_there_is_explained(ckpt: Path) -> None:
     rules = [Rename("layers.{i}.{x}", to="blocks.{i}.{x}"), Drop("emb"), Rename("enb", to="wte")]
     template = {name: torch.empty(2, 3) for name in ("block.1.a", "layers.1.a", "emb", "new")}
     with pytest.raises(dc.StateMismatchError) as caught:
-        load(blanks(template), ckpt, recipe=dc.Recipe(*rules))
+        dc.load(blanks(template), ckpt, recipe=dc.Recipe(*rules))
     assert "nothing matches rule 3 (rename 'enb', to='wte')" in str(caught.value)
     said = {finding.key: str(finding) for finding in caught.value.findings}
     assert "did you mean 'blocks.1.a'" in said["block.1.a"]
@@ -202,7 +201,7 @@ def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
         Rename(names + r"\.b\.{x*}", to=r"\1.a.{x}"),
     )
     other, its_optimizer = made("other", "a")
-    load(TorchState(other, its_optimizer), tmp_path / "c", recipe=recipe)
+    dc.load(TorchState(other, its_optimizer), tmp_path / "c", recipe=recipe)
     for old, new in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(old, new)
         for name, value in optimizer.state[old].items():
@@ -225,7 +224,7 @@ def test_a_torch_state_with_more_rows(tmp_path: Path, *, has_stepped: bool) -> N
     padded, its_optimizer = made(8, has_stepped=has_stepped)
     moments = Resize(r"optimizer\.state\.weight\.exp_avg(_sq)?")
     recipe = dc.Recipe(Resize("model.weight"), moments)
-    load(TorchState(padded, its_optimizer), tmp_path / "c", recipe=recipe)
+    dc.load(TorchState(padded, its_optimizer), tmp_path / "c", recipe=recipe)
     zeros, state = torch.zeros(2, 2), its_optimizer.state[padded.weight]
     assert torch.equal(torch.cat([model.weight, zeros]), padded.weight)
     for name in ("exp_avg", "exp_avg_sq"):
@@ -236,7 +235,7 @@ def test_a_torch_state_with_more_rows(tmp_path: Path, *, has_stepped: bool) -> N
     # A rule that forgets the moments is told so, and not by the next step.
     forgetful = dc.Recipe(Resize("model.weight"))
     with pytest.raises(dc.StateMismatchError, match=r"exp_avg': global shape differs"):
-        load(TorchState(*made(8, has_stepped=False)), tmp_path / "c", recipe=forgetful)
+        dc.load(TorchState(*made(8, has_stepped=False)), tmp_path / "c", recipe=forgetful)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +334,7 @@ def test_a_mapping_of_yaml_with_bad_keys_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given_recipe", [[Drop("a")], Drop("a"), "rules.json"])
 def test_what_is_no_recipe_is_refused(ckpt: Path, tmp_path: Path, given_recipe: Any) -> None:
     for use in (
-        lambda: load({}, ckpt, recipe=given_recipe),
+        lambda: dc.load({}, ckpt, recipe=given_recipe),
         lambda: convert.convert(ckpt, tmp_path / "out", recipe=given_recipe),
         lambda: preview_recipe(given_recipe, ckpt),
     ):
@@ -352,7 +351,7 @@ def test_a_strategy_without_a_reader_takes_recipes(ckpt: Path) -> None:
     plain: Any = type("Plain", (Plain,), {k: staticmethod(call) for k, call in inner.items()})()
     recipe = dc.Recipe(Rename("emb", to="wte"), Stack("layers.{i}.{x}", into="all.{x}"))
     template = {"wte": torch.empty(5, 2), "all.a": torch.empty(3, 2, 3)}
-    loaded, expected = (load(blanks(template), ckpt, by, recipe=recipe) for by in (plain, None))
+    loaded, expected = (dc.load(blanks(template), ckpt, by, recipe=recipe) for by in (plain, None))
     assert all(torch.equal(loaded[key], expected[key]) for key in template)
 
 
@@ -375,15 +374,15 @@ def test_damage_is_found_through_a_rule(
     dtype = torch.float64 if isinstance(rule, CastTo) else torch.float32
     template, recipe = blanks({"w": torch.empty(shape, dtype=dtype)}), dc.Recipe(rule)
     with pytest.raises(dc.CorruptCheckpointError, match="'w': checksum differs"):
-        load(template, tmp_path / "c", recipe=recipe, verify=True)
+        dc.load(template, tmp_path / "c", recipe=recipe, verify=True)
     with pytest.raises(dc.CorruptCheckpointError, match="not what was saved"):
         convert.convert(tmp_path / "c", tmp_path / "out", recipe=recipe)
     if isinstance(rule, Resize | CastTo):
-        load(template, tmp_path / "c", recipe=recipe, verify="restored")
+        dc.load(template, tmp_path / "c", recipe=recipe, verify="restored")
         assert "tensors not compared with what was saved (1)" in caplog.text
     else:
         with pytest.raises(dc.CorruptCheckpointError, match="'w': what lies in memory is not"):
-            load(template, tmp_path / "c", recipe=recipe, verify="restored")
+            dc.load(template, tmp_path / "c", recipe=recipe, verify="restored")
 
 
 def test_a_save_behind_a_training_takes_a_recipe(tmp_path: Path) -> None:
@@ -493,6 +492,6 @@ def test_one_stored_tensor_in_two_places(tmp_path: Path) -> None:
     leaves = {"model": weight.T.clone(), "master": torch.empty(3, 4)}
     template = {name: shard("x", torch.empty_like(own)) for name, own in leaves.items()}
     recipe = dc.Recipe(Rename("w", to="x"), Transpose("x"))
-    found = load(template, tmp_path / "c", recipe=recipe, cast="widen")
+    found = dc.load(template, tmp_path / "c", recipe=recipe, cast="widen")
     assert torch.equal(found["model"], weight.T)
     assert torch.equal(found["master"], weight.T.float())

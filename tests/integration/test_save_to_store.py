@@ -17,9 +17,10 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing.filesystem import ObjectPath, ObjectStoreOptions, file_writer
-from dist_checkpointing.format import data_folder, read_seal
+from dist_checkpointing.format import data_folder, read_seal, remove_checkpoint
 from faults import store_requests
 from s3_proxy import Fault, proxy_before
+from states import blanks, wholes
 from stores import new_url
 
 BIG = torch.randn(3000, 1024, generator=torch.Generator().manual_seed(1))
@@ -58,24 +59,9 @@ def unfinished_uploads(place: ObjectPath) -> int:
 
 
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
-def test_a_checkpoint_comes_back_from_s3_and_from_a_copy_on_a_disk(
+def test_a_checkpoint_is_sealed_unlisted_and_comes_back_also_from_a_copy_on_a_disk(
     s3_place: ObjectPath, tmp_path: Path, backend: str
 ) -> None:
-    dc.save(big_state(), s3_place, backend)
-    assert unfinished_uploads(s3_place) == 0
-    folder = data_folder(s3_place)
-    assert isinstance(folder, ObjectPath)
-    for name in keys_below(folder):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(folder.store.get((folder / name).key))
-    for place in (s3_place, tmp_path):
-        require_big(dc.load(big_state(empty=True), place, verify=True))
-        dc.verify_checkpoint(place)
-
-
-@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
-def test_what_is_put_is_sealed_and_not_listed(s3_place: ObjectPath, backend: str) -> None:
     """The store answers for every put: a save neither lists its own files nor reads them again."""
     asked: list[tuple[str, str]] = []
 
@@ -86,6 +72,7 @@ def test_what_is_put_is_sealed_and_not_listed(s3_place: ObjectPath, backend: str
 
     with store_requests(noting):
         dc.save(big_state(), s3_place, backend)
+    assert unfinished_uploads(s3_place) == 0
     folder = data_folder(s3_place)
     assert isinstance(folder, ObjectPath)
     of_data = [(name, key) for name, key in asked if key.startswith(folder.key)]
@@ -98,20 +85,29 @@ def test_what_is_put_is_sealed_and_not_listed(s3_place: ObjectPath, backend: str
     of_tensors = [file for file in seal.files.values() if file.digest is None]
     assert of_tensors
     assert all(file.etag == etags[(folder / file.name).key] for file in of_tensors)
+    for name in keys_below(folder):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(folder.store.get((folder / name).key))
+    for place in (s3_place, tmp_path):
+        require_big(dc.load(big_state(empty=True), place, verify=True))
+        dc.verify_checkpoint(place)
 
 
-def test_large_objects_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_writer, "_OBJECT_BYTES", 2**22)
-    url, seen = new_url(), list[int]()
-    dc.save(big_state(), url, progress=lambda state: seen.append(state.bytes_done))
-    assert max(seen) >= BIG.nbytes
+def test_large_objects_are_cut() -> None:
+    place, seen = ObjectPath.of(new_url()), list[int]()
+    big = {f"w{n}": torch.full((2**26,), n, dtype=torch.int8) for n in range(5)}
+    dc.save(wholes(big), place, progress=lambda state: seen.append(state.bytes_done))
+    assert max(seen) >= 5 * 2**26
     sizes = [
         info.num_bytes
-        for info in ObjectPath.of(url).store.list_below(ObjectPath.of(url).prefix)
+        for info in place.store.list_below(place.prefix)
         if "/data/model/" in info.key
     ]
     assert len(sizes) > 2
-    require_big(dc.load(big_state(empty=True), url, verify=True))
+    loaded = dc.load(blanks(big), place, verify=True)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in big.items())
+    remove_checkpoint(place)
 
 
 def test_as_many_chunks_are_put_at_a_time_as_the_store_allows() -> None:
@@ -125,11 +121,9 @@ def test_as_many_chunks_are_put_at_a_time_as_the_store_allows() -> None:
         return go()
 
     tensors = {f"w{n}": torch.full((4, 4), float(n)) for n in range(32)}
-    state = {key: dc.ShardedTensor.from_rank_offsets(key, w) for key, w in tensors.items()}
     with store_requests(wait):
-        dc.save(state, place, "zarr")
-    template = {key: dc.ShardedTensor.from_rank_offsets(key, torch.empty(4, 4)) for key in tensors}
-    loaded = dc.load(template, place, verify=True)
+        dc.save(wholes(tensors), place, "zarr")
+    loaded = dc.load(blanks(tensors), place, verify=True)
     assert all(torch.equal(loaded[key], w) for key, w in tensors.items())
 
 
@@ -155,19 +149,17 @@ def test_an_upload_that_fails_in_the_middle_ends_the_save(
         )
         place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
         big = torch.zeros(2**23)
-        state = {f"w{n}": dc.ShardedTensor.from_rank_offsets(f"w{n}", big) for n in range(3)}
         # Of parts that come while the upload is aborted moto makes a 500.
         with pytest.raises(dc.RankFailedError, match=rf"(?s)50[03].*{s3_place.key}/data/"):
-            dc.save(state, place, backend)
+            dc.save(wholes({f"w{n}": big for n in range(3)}), place, backend)
     if parallelism == 1:
         assert unfinished_uploads(s3_place) == 0
 
 
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
 def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
-    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch, backend: str
+    s3_place: ObjectPath, backend: str
 ) -> None:
-    monkeypatch.setattr(file_writer, "_OBJECT_BYTES", 2**23)
     assert s3_place.store.options.endpoint is not None
     old = signal.signal(signal.SIGINT, signal.default_int_handler)
     with proxy_before(s3_place.store.options.endpoint) as proxy:
@@ -184,10 +176,9 @@ def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
         proxy.fault = interrupt
         options = replace(s3_place.store.options, endpoint=proxy.url, parallelism=1)
         place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
-        state = {f"w{n}": dc.ShardedTensor.from_rank_offsets(f"w{n}", BIG) for n in range(20)}
         try:
             with pytest.raises(KeyboardInterrupt):
-                dc.save(state, place, backend)
+                dc.save(wholes({f"w{n}": BIG for n in range(20)}), place, backend)
         finally:
             signal.signal(signal.SIGINT, old)
         assert len(parts) < 20

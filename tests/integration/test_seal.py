@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
-from dist_checkpointing import CheckpointingException, load, verify_checkpoint
 from dist_checkpointing.checkpoint import examine_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import local_folder, location
@@ -213,7 +212,7 @@ def test_files_that_are_listed_before_they_are_found_are_waited_for(tmp_path: Pa
     with without_links(kernel_copies=False):
         save_on(2, state, tmp_path / "d", ("zarr", 1))
     assert torch.equal(dc.load_plain_tensors(tmp_path / "d")["w"], full)
-    verify_checkpoint(tmp_path / "d")
+    dc.verify_checkpoint(tmp_path / "d")
     with failing("os.open", code=errno.ENOENT, times=2, at=is_of_w) as looks:
         assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], full)
     assert len(links) == 3 < len(looks)
@@ -407,11 +406,11 @@ def test_no_damaged_copy_is_silently_wrong(samples: Samples, tmp_path: Path, nam
         for damage in (("gone", "flipped")[number % 2] if whole else "gone", some):
             content = DAMAGES[damage](whole, chance, other)
             path.unlink() if content is None else path.write_bytes(content)
-            with suppress(CheckpointingException, OSError):
-                sample.assert_is(load(sample.template(), sample.folder, verify=True))
+            with suppress(dc.CheckpointingException, OSError):
+                sample.assert_is(dc.load(sample.template(), sample.folder, verify=True))
                 assert path.name != "common.pt" or content == whole
-            with suppress(CheckpointingException, OSError):
-                verify_checkpoint(sample.folder)
+            with suppress(dc.CheckpointingException, OSError):
+                dc.verify_checkpoint(sample.folder)
                 # What was changed is a byte that belongs to no value.
                 assert damage not in ("cut", "grown", "gone") or content == whole, path
                 assert path.name != "common.pt" or content == whole
@@ -419,5 +418,5 @@ def test_no_damaged_copy_is_silently_wrong(samples: Samples, tmp_path: Path, nam
             copies += 1
             path.write_bytes(whole)
     assert accepted < copies // 4
-    sample.assert_is(load(sample.template(), sample.folder, verify=True))
-    verify_checkpoint(sample.folder)
+    sample.assert_is(dc.load(sample.template(), sample.folder, verify=True))
+    dc.verify_checkpoint(sample.folder)

@@ -22,7 +22,7 @@ import dist_checkpointing as dc
 from damage import files_in, flip, place_of
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.serialization import preview_removal
-from dist_checkpointing.storage import ReadMode, StorageOptions
+from dist_checkpointing.storage import Durability, ReadMode, StorageOptions
 from dist_checkpointing.strategies import (
     LocalShardsContainer,
     TorchDistLoadShardedStrategy,
@@ -44,7 +44,6 @@ from states import rows, shard as whole, wholes
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 BACKEND = ("torch_dist", 1)
-MIN_FILE_BYTES = "dist_checkpointing.strategies.torch_dist.writer._MIN_FILE_BYTES"
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64)
 
 
@@ -385,15 +384,16 @@ def test_what_stays_after_a_removal_is_still_flattened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_tensors_below_a_separation_hint_have_files_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+    tmp_path: Path, threads: int
 ) -> None:
-    monkeypatch.setattr(MIN_FILE_BYTES, 64)
-    options = StorageOptions(threads=threads)
+    options = StorageOptions(threads=threads, durability=Durability.PAGE_CACHE)
     strategy = TorchDistSaveShardedStrategy(separation_hint="opt/", options=options)
     full = torch.arange(128.0)
+    large = torch.zeros(2**26, dtype=torch.int8)  # 32 MiB a rank, enough for a file
 
     def one(comm: Comm) -> None:
-        state: dict[str, Any] = {k: rows(k, full, comm) for k in ("opt/m", "opt/v", "other", "w")}
+        state: dict[str, Any] = {k: rows(k, large, comm) for k in ("opt/m", "opt/v")}
+        state |= {k: rows(k, full, comm) for k in ("other", "w")}
         state["o"] = dc.ShardedObject("opt/o", "kept", (1,), (0,), replica_id=comm.rank)
         dc.save(state, tmp_path, strategy, comm=comm)
 

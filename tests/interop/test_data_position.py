@@ -88,13 +88,13 @@ def play(seed: int) -> None:
         assert set(own) <= set(range(size))
 
 
-FAR = [pytest.param(start, marks=pytest.mark.exhaustive) for start in range(300, 2000, 425)]
+FAR = [pytest.param(start, marks=pytest.mark.exhaustive) for start in (300, 650)]
 
 
 @pytest.mark.parametrize("start", [0, *FAR])
 def test_each_sample_once_and_in_the_same_order_in_random_histories(start: int) -> None:
-    """2,000 histories in all, and 300 in the quick tier."""
-    for seed in range(start, start + (425 if start else 300)):
+    """1,000 histories in all, and 300 in the quick tier."""
+    for seed in range(start, start + (350 if start else 300)):
         play(seed)
 
 

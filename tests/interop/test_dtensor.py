@@ -150,7 +150,7 @@ def test_what_is_no_dtensor_of_this_rank_is_refused() -> None:
             dc.ShardedTensor.from_dtensor("w", other)
 
 
-@examples(40)
+@examples(25)
 @given(
     extent=st.integers(0, 40), dp=st.integers(1, 4), tp=st.integers(1, 4), axis=st.integers(0, 1)
 )

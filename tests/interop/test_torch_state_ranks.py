@@ -14,8 +14,9 @@ SCRIPT = Path(__file__).with_name("torch_state_rank.py")
 LAYOUTS = {"plain": 1, "ddp": 2, "fsdp": 2, "tp": 2, "fsdp-of-4": 4, "fsdp+tp": 4, "hsdp": 4}
 
 SAVED = [layout for layout in LAYOUTS if layout != "fsdp-of-4"]
-# One process is in test_torch_state.py; "fsdp" and "tp" are halves of "fsdp+tp".
-RESUMED = ["ddp", "fsdp+tp", "hsdp"]
+# One process is in test_torch_state.py; "fsdp" and "tp" are halves of "fsdp+tp", and "hsdp" is
+# "fsdp" with replicas.
+RESUMED = ["ddp", "fsdp+tp"]
 Saved = Callable[[str], tuple[Path, list[Any]]]
 
 

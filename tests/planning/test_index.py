@@ -77,7 +77,7 @@ def seen(index: Index) -> dict[str, Any]:
     }
 
 
-@examples(50)
+@examples(30)
 @given(indices())
 def test_the_file_is_plain_json_of_its_columns_and_is_read_back(index: Index) -> None:
     """Byte for byte what ``json`` writes of lists, which is what older versions wrote."""
@@ -107,7 +107,7 @@ def test_the_file_is_plain_json_of_its_columns_and_is_read_back(index: Index) ->
     assert again.rows_of([*index, "absent"]).tolist() == [*range(len(index)), -1]
 
 
-@examples(50)
+@examples(30)
 @given(indices(), st.sets(st.text(max_size=3)), st.data())
 def test_of_a_shared_index_each_rank_unpacks_what_it_asks_for(
     index: Index, asked: set[str], data: st.DataObject

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import (
-    CheckpointingException,
-    ShardedObject,
-    ShardedTensor,
-    load,
-    load_sharded_metadata,
-    save,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.strategies import (
     LoadShardedStrategy,
@@ -72,7 +65,7 @@ class ObjectsUnlisted(LoadShardedStrategy):
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         raise AssertionError(f"must not be reached: {sharded_state_dict} {checkpoint_dir}")
 
-    def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, ShardedTensor]:
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, dc.ShardedTensor]:
         del checkpoint_dir
         return {}
 
@@ -82,14 +75,14 @@ def state(rank: int = 0) -> dict[str, Any]:
     data = torch.arange(6.0)
     whole: dict[str, Any] = {"w": shard("w", data, replica_id=rank), "step": 3}
     if rank == 1:
-        whole["rng"] = ShardedObject("rng", [1], (1,), (0,))
+        whole["rng"] = dc.ShardedObject("rng", [1], (1,), (0,))
     return whole
 
 
 def test_a_common_strategy_without_objects_is_found_out_before_the_save(tmp_path: Path) -> None:
     def work(comm: Comm) -> str:
-        with pytest.raises(CheckpointingException) as raised:
-            save(state(comm.rank), tmp_path / "c", ("zarr", 2), CommonOnly(), comm=comm)
+        with pytest.raises(dc.CheckpointingException) as raised:
+            dc.save(state(comm.rank), tmp_path / "c", ("zarr", 2), CommonOnly(), comm=comm)
         return str(raised.value)
 
     for text in run_ranks(2, work):
@@ -97,12 +90,14 @@ def test_a_common_strategy_without_objects_is_found_out_before_the_save(tmp_path
         assert "writes ShardedObjects" in text
     assert not (tmp_path / "c").exists()
     # Where there are none, or the other strategy takes them, it is enough.
-    save(state(), tmp_path / "none", ("zarr", 2), CommonOnly())
+    dc.save(state(), tmp_path / "none", ("zarr", 2), CommonOnly())
     run_ranks(
         2,
-        lambda comm: save(state(comm.rank), tmp_path / "d", "tensorstore", CommonOnly(), comm=comm),
+        lambda comm: dc.save(
+            state(comm.rank), tmp_path / "d", "tensorstore", CommonOnly(), comm=comm
+        ),
     )
-    assert load({}, tmp_path / "d")["step"] == 3
+    assert dc.load({}, tmp_path / "d")["step"] == 3
 
 
 @pytest.mark.parametrize(
@@ -112,18 +107,20 @@ def test_a_common_strategy_without_objects_is_found_out_before_the_save(tmp_path
 def test_an_unfinished_save_strategy_is_found_out_before_the_save(
     tmp_path: Path, make: Callable[[], Any], lacking: str
 ) -> None:
-    with pytest.raises(CheckpointingException) as raised:
-        save(state(), tmp_path / "c", make())
+    with pytest.raises(dc.CheckpointingException) as raised:
+        dc.save(state(), tmp_path / "c", make())
     assert f"the strategy lacks {lacking}" in str(raised.value)
     assert not (tmp_path / "c").exists()
 
 
 def test_an_unfinished_load_strategy_is_named(tmp_path: Path) -> None:
-    save(state(), tmp_path / "c")
-    with pytest.raises(CheckpointingException, match=r"the strategy lacks ReaderLess\.reader_type"):
-        load(state(), tmp_path / "c", ReaderLess())
+    dc.save(state(), tmp_path / "c")
+    with pytest.raises(
+        dc.CheckpointingException, match=r"the strategy lacks ReaderLess\.reader_type"
+    ):
+        dc.load(state(), tmp_path / "c", ReaderLess())
     text = r"the strategy lacks ObjectsUnlisted\.load_sharded_metadata"
-    with pytest.raises(CheckpointingException, match=text):
-        load({}, tmp_path / "c", ObjectsUnlisted(), strict="raise_all")
-    with pytest.raises(CheckpointingException, match=text):
-        load_sharded_metadata(tmp_path / "c", ObjectsUnlisted())
+    with pytest.raises(dc.CheckpointingException, match=text):
+        dc.load({}, tmp_path / "c", ObjectsUnlisted(), strict="raise_all")
+    with pytest.raises(dc.CheckpointingException, match=text):
+        dc.load_sharded_metadata(tmp_path / "c", ObjectsUnlisted())

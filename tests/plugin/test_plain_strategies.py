@@ -9,21 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import (
-    Checkpoint,
-    CheckpointingException,
-    CorruptCheckpointError,
-    ShardedObject,
-    ShardedTensor,
-    UnsupportedFormatError,
-    async_save,
-    check_is_distributed_checkpoint,
-    load,
-    load_sharded_metadata,
-    remove_sharded_tensors,
-    save,
-    verify_checkpoint,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.mapping import flatten, is_main_replica, unflatten
 from dist_checkpointing.strategies import (
     AsyncRequest,
@@ -34,12 +20,12 @@ from dist_checkpointing.strategies import (
 )
 from dist_checkpointing.testing import Failures, StorageProtocol, StrategyConformance, run_ranks
 from few_worlds import FewWorlds
-from states import cell, rows, save_on
+from states import cell, rows, save_on, shard
 
 Where = tuple[Any, ...]
 
 
-def place(shard: ShardedTensor) -> Where:
+def place(shard: dc.ShardedTensor) -> Where:
     """Index of the shard's elements in the global tensor."""
     return shard.global_slice() if shard.flattened_range is None else shard.global_coordinates()
 
@@ -62,11 +48,11 @@ class PlainSave(SaveShardedStrategy):
 class PlainLoad(LoadShardedStrategy):
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         if loaded_backend != "plain":
-            raise CheckpointingException(f"backend {loaded_backend}")
+            raise dc.CheckpointingException(f"backend {loaded_backend}")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         if loaded_version != 1:
-            raise CheckpointingException(f"version {loaded_version}")
+            raise dc.CheckpointingException(f"version {loaded_version}")
 
     def stored(self, folder: Any) -> list[Any]:
         paths = sorted(Path(folder).glob("shards/*.pt"))
@@ -78,34 +64,34 @@ class PlainLoad(LoadShardedStrategy):
         stored = self.stored(checkpoint_dir)
         for path, leaf in leaves.items():
             shards = [shard for shard in stored if shard.key == leaf.key]
-            if isinstance(leaf, ShardedObject):
+            if isinstance(leaf, dc.ShardedObject):
                 (values[path],) = (s.data for s in shards if s.unique_key == leaf.unique_key)
             else:
                 values[path] = self.filled(leaf, shards)
         result: dict[str, Any] = unflatten(skeleton, values)
         return result
 
-    def filled(self, leaf: ShardedTensor, shards: list[ShardedTensor]) -> torch.Tensor:
+    def filled(self, leaf: dc.ShardedTensor, shards: list[dc.ShardedTensor]) -> torch.Tensor:
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(
             leaf.dtype.itemsize, leaf.dtype
         )
         whole = torch.zeros(leaf.global_shape, dtype=bits)
         seen = torch.zeros(leaf.global_shape, dtype=torch.bool)
-        for shard in shards:
-            assert shard.data is not None
-            whole[place(shard)] = shard.data.detach().resolve_conj().resolve_neg().view(bits)
-            seen[place(shard)] = True
+        for one in shards:
+            assert one.data is not None
+            whole[place(one)] = one.data.detach().resolve_conj().resolve_neg().view(bits)
+            seen[place(one)] = True
         if not bool(seen[place(leaf)].all()):
-            raise CorruptCheckpointError(f"{leaf.key}: some shards are lost")
+            raise dc.CorruptCheckpointError(f"{leaf.key}: some shards are lost")
         leaf.init_data("cpu")
         assert leaf.data is not None
         leaf.data.detach().copy_(whole[place(leaf)].view(leaf.dtype))
         return leaf.data
 
-    def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, ShardedTensor]:
-        found = {s.key: s for s in self.stored(checkpoint_dir) if isinstance(s, ShardedTensor)}
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, dc.ShardedTensor]:
+        found = {s.key: s for s in self.stored(checkpoint_dir) if isinstance(s, dc.ShardedTensor)}
         return {
-            key: ShardedTensor(key, None, s.dtype, shape, shape, zeros, (1,) * len(shape))
+            key: dc.ShardedTensor(key, None, s.dtype, shape, shape, zeros, (1,) * len(shape))
             for key, s in found.items()
             for shape in [tuple(s.global_shape)]
             for zeros in [(0,) * len(shape)]
@@ -148,10 +134,6 @@ class TestAsyncUsedAsSync(StorageProtocol, Failures):
         return PlainLoad()
 
 
-def shard(key: str, data: torch.Tensor, rank: int = 0, world_size: int = 1) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, data, (0, rank, world_size))
-
-
 def test_one_method_is_enough(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 
@@ -161,9 +143,9 @@ def test_one_method_is_enough(tmp_path: Path) -> None:
             (Path(checkpoint_dir) / "mine").touch()
 
     one, two = shard("a", torch.ones(2)), shard("b", torch.ones(3))
-    rng = ShardedObject("rng", [1], (1,), (0,))
+    rng = dc.ShardedObject("rng", [1], (1,), (0,))
     state = {"model": {"a": one, "list": [7, two]}, "rng": rng, "step": 3}
-    save(state, tmp_path / "c", Tiny("tiny", 4))
+    dc.save(state, tmp_path / "c", Tiny("tiny", 4))
     # Nested as it was, sharded tensors only; the rest is the common strategy's.
     (given,) = seen
     assert given["model"]["a"] is one
@@ -192,27 +174,27 @@ def test_can_handle_sharded_objects_may_be_a_method(tmp_path: Path, answer: bool
 
         def load_sharded_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
             stored = self.stored(checkpoint_dir)
-            objects = [s.without_data() for s in stored if isinstance(s, ShardedObject)]
+            objects = [s.without_data() for s in stored if isinstance(s, dc.ShardedObject)]
             tensors = self.load_tensors_metadata(checkpoint_dir)
             return {**tensors, **{o.unique_key: o for o in objects}}
 
     def state(rng: object) -> dict[str, Any]:
-        cell = ShardedObject("rng", rng, (1,), (0,))
+        cell = dc.ShardedObject("rng", rng, (1,), (0,))
         return {"w": shard("w", torch.ones(2)), "deep": [{"rng": cell}, 5]}
 
-    save(state([1, 2]), tmp_path / "c", Save("plain", 1))
+    dc.save(state([1, 2]), tmp_path / "c", Save("plain", 1))
     by_common = list((tmp_path / "c").rglob("shard_0_1.pt"))
     assert bool(by_common) is not answer
-    result = load(state(None), tmp_path / "c", Load())
+    result = dc.load(state(None), tmp_path / "c", Load())
     assert result["deep"] == [{"rng": [1, 2]}, 5]
-    assert load_sharded_metadata(tmp_path / "c", Load()).keys() == {"w", "rng/shard_0_1"}
+    assert dc.load_sharded_metadata(tmp_path / "c", Load()).keys() == {"w", "rng/shard_0_1"}
 
 
 class TestAsync:
     def request(self, folder: Path, data: torch.Tensor, **options: Any) -> AsyncRequest:
         strategy = AsyncSave("plain", 1)
         state = {"w": shard("w", data), "step": 3}
-        request = save(state, folder, strategy, async_sharded_save=True, **options)
+        request = dc.save(state, folder, strategy, async_sharded_save=True, **options)
         assert request is not None
         return request
 
@@ -222,16 +204,16 @@ class TestAsync:
         def fail(*_: object) -> None:
             raise OSError(28, "no space left on device")
 
-        with pytest.raises(CheckpointingException, match="no space left"):
+        with pytest.raises(dc.CheckpointingException, match="no space left"):
             request._replace(async_fn=fail).execute_sync()
-        assert not check_is_distributed_checkpoint(tmp_path / "c")
+        assert not dc.check_is_distributed_checkpoint(tmp_path / "c")
 
     def test_a_live_request_owns_its_folder(self, tmp_path: Path) -> None:
         request = self.request(tmp_path / "c", torch.ones(2))
-        with pytest.raises(CheckpointingException, match="another save"):
-            save({"w": shard("w", torch.zeros(2))}, tmp_path / "c", PlainSave("plain", 1))
+        with pytest.raises(dc.CheckpointingException, match="another save"):
+            dc.save({"w": shard("w", torch.zeros(2))}, tmp_path / "c", PlainSave("plain", 1))
         request.execute_sync()
-        result = load({"w": shard("w", torch.empty(2))}, tmp_path / "c", PlainLoad())
+        result = dc.load({"w": shard("w", torch.empty(2))}, tmp_path / "c", PlainLoad())
         assert torch.equal(result["w"], torch.ones(2))
 
     @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the lock that went with it
@@ -239,9 +221,9 @@ class TestAsync:
         request = self.request(tmp_path / "c", torch.ones(2))
         del request
         gc.collect()
-        assert not check_is_distributed_checkpoint(tmp_path / "c")
-        save({"w": shard("w", torch.zeros(2))}, tmp_path / "c", PlainSave("plain", 1))
-        assert check_is_distributed_checkpoint(tmp_path / "c")
+        assert not dc.check_is_distributed_checkpoint(tmp_path / "c")
+        dc.save({"w": shard("w", torch.zeros(2))}, tmp_path / "c", PlainSave("plain", 1))
+        assert dc.check_is_distributed_checkpoint(tmp_path / "c")
 
     @pytest.mark.parametrize(
         ("kind", "capture"), [(PlainSave, "copy"), (PlainSave, "background"), (AsyncSave, "copy")]
@@ -249,14 +231,14 @@ class TestAsync:
     def test_behind_the_training(self, tmp_path: Path, kind: Any, capture: Any) -> None:
         """Strategies of a third party run in the thread, on copies."""
         data, values = torch.arange(4.0), [1, 2]
-        state = {"w": shard("w", data), "o": ShardedObject("o", values, (1,), (0,)), "step": 3}
-        handle = async_save(state, tmp_path / "c", kind("plain", 1), capture=capture)
+        state = {"w": shard("w", data), "o": dc.ShardedObject("o", values, (1,), (0,)), "step": 3}
+        handle = dc.async_save(state, tmp_path / "c", kind("plain", 1), capture=capture)
         handle.captured.wait()
         data.zero_()
         values.clear()
         handle.result(30)
-        template = {"w": shard("w", torch.empty(4)), "o": ShardedObject("o", None, (1,), (0,))}
-        result = load(template, tmp_path / "c", PlainLoad())
+        template = {"w": shard("w", torch.empty(4)), "o": dc.ShardedObject("o", None, (1,), (0,))}
+        result = dc.load(template, tmp_path / "c", PlainLoad())
         assert (result["step"], result["o"]) == (3, [1, 2])
         assert torch.equal(result["w"], torch.arange(4.0))
 
@@ -286,7 +268,7 @@ def test_a_checkpoint_is_opened_without_a_planner(
         "scalar": torch.tensor(3),
         "half": torch.arange(6).bfloat16(),
     }
-    copied, folder = ShardedTensor.from_rank_offsets, tmp_path / "c"
+    copied, folder = dc.ShardedTensor.from_rank_offsets, tmp_path / "c"
 
     def state(comm: Any) -> dict[str, Any]:
         return {
@@ -297,7 +279,7 @@ def test_a_checkpoint_is_opened_without_a_planner(
         }
 
     save_on(2, state, folder, PlainSave("plain", 1))
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = dc.Checkpoint.open(folder)
     assert checkpoint.backend == ("plain", 1)
     assert list(checkpoint) == sorted(full)
     for key, tensor in full.items():
@@ -312,12 +294,12 @@ def test_a_checkpoint_is_opened_without_a_planner(
         "o": {(0,): [0], (1,): [1]}
     }
     assert checkpoint.common == {"step": 3}
-    with pytest.raises(UnsupportedFormatError, match="cannot be removed"):
-        remove_sharded_tensors(folder, "w")
-    verify_checkpoint(folder)
+    with pytest.raises(dc.UnsupportedFormatError, match="cannot be removed"):
+        dc.remove_sharded_tensors(folder, "w")
+    dc.verify_checkpoint(folder)
     next((folder / "shards").glob("*.pt")).write_bytes(b"")
-    with pytest.raises(CorruptCheckpointError, match="EOFError"):
-        verify_checkpoint(folder)
+    with pytest.raises(dc.CorruptCheckpointError, match="EOFError"):
+        dc.verify_checkpoint(folder)
 
 
 def test_a_rank_without_shards_is_called_too(tmp_path: Path) -> None:
@@ -331,7 +313,7 @@ def test_a_rank_without_shards_is_called_too(tmp_path: Path) -> None:
                 super().save(sharded_state_dict, checkpoint_dir)
 
         state = {"w": shard("w", torch.ones(2))} if comm.rank == 1 else {}
-        save(state, tmp_path / "c", Save("plain", 1), comm=comm)
+        dc.save(state, tmp_path / "c", Save("plain", 1), comm=comm)
 
     run_ranks(3, one)
     assert sorted(called) == [0, 1, 2]

@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_checkpointing import ObjectPath, ShardedTensor, load, save, verify_checkpoint
-from dist_checkpointing.errors import (
-    CheckpointExistsError,
-    CheckpointingException,
-    CheckpointNotFoundError,
-    UnsupportedFormatError,
-)
-from dist_checkpointing.filesystem import ObjectStoreOptions, object_store
+import dist_checkpointing as dc
+from dist_checkpointing.filesystem import ObjectStoreOptions
 from dist_checkpointing.format import remove_checkpoint
 from faults import without_waiting
 from real_ranks import processes
@@ -28,23 +22,23 @@ SAVER = Path(__file__).with_name("saver.py")
 
 
 @pytest.fixture
-def place(server: Server, monkeypatch: pytest.MonkeyPatch) -> ObjectPath:
+def place(server: Server, monkeypatch: pytest.MonkeyPatch) -> dc.ObjectPath:
     """A new place, which processes of this test reach by its URL."""
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return server.place()
 
 
-def number_in(place: ObjectPath) -> int:
+def number_in(place: dc.ObjectPath) -> int:
     """The number that was saved there, everywhere in the state."""
-    loaded = load(numbered(-1), place, verify=True)
+    loaded = dc.load(numbered(-1), place, verify=True)
     number = loaded["number"]
     assert isinstance(number, int)
     assert torch.equal(loaded["w"], torch.full((64, 64), float(number)))
     return number
 
 
-def test_of_processes_that_race_exactly_one_commits(place: ObjectPath, tmp_path: Path) -> None:
+def test_of_processes_that_race_exactly_one_commits(place: dc.ObjectPath, tmp_path: Path) -> None:
     go, savers = tmp_path / "go", 6
     commands = [[SAVER, place, number, go] for number in range(savers)]
     with processes(commands) as started:
@@ -52,12 +46,12 @@ def test_of_processes_that_race_exactly_one_commits(place: ObjectPath, tmp_path:
         ends = [process.communicate(120)[0].strip() for process in started]
     assert sorted(ends) == ["CheckpointExistsError"] * (savers - 1) + ["committed"]
     assert number_in(place) == ends.index("committed")
-    verify_checkpoint(place)
+    dc.verify_checkpoint(place)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_a_process_that_is_killed_before_any_request(place: ObjectPath, tmp_path: Path) -> None:
+def test_a_process_that_is_killed_before_any_request(place: dc.ObjectPath, tmp_path: Path) -> None:
     go = tmp_path / "go"
     go.touch()
     for last in count(1, 3):  # before each of them: tests/simulation
@@ -67,11 +61,11 @@ def test_a_process_that_is_killed_before_any_request(place: ObjectPath, tmp_path
             code = started[0].returncode
         try:
             seen: int | None = number_in(at)
-        except CheckpointNotFoundError:
+        except dc.CheckpointNotFoundError:
             seen = None
         try:
-            save(numbered(2), at)  # does not wait for heartbeats: the process is gone
-        except CheckpointExistsError:
+            dc.save(numbered(2), at)  # does not wait for heartbeats: the process is gone
+        except dc.CheckpointExistsError:
             assert number_in(at) == 1
         else:
             assert seen is None
@@ -107,16 +101,16 @@ def test_a_server_that_is_not_well(server: Server, proxy: Proxy) -> None:
 
     proxy.fault = fault
     place = server.place(proxy.url)
-    save(numbered(1), place)
-    save(numbered(2), place, overwrite=True)
+    dc.save(numbered(1), place)
+    dc.save(numbered(2), place, overwrite=True)
     assert number_in(place) == 2
     assert next(wrong) > len(FAULTS)
     proxy.fault = lambda _method, _path: None
-    verify_checkpoint(place)
+    dc.verify_checkpoint(place)
     assert len(place.store.list_folder((place / "data").prefix)[0]) == 1
 
 
-def default_retries(place: ObjectPath) -> ObjectPath:
+def default_retries(place: dc.ObjectPath) -> dc.ObjectPath:
     """The same place, with as many tries as a user's."""
     defaults = ObjectStoreOptions()
     options = replace(
@@ -137,7 +131,7 @@ def test_a_server_that_is_down_for_a_while(server: Server, proxy: Proxy) -> None
     proxy.fault = fault
     place = default_retries(server.place(proxy.url))
     with without_waiting():
-        save(numbered(1), place)
+        dc.save(numbered(1), place)
         assert number_in(place) == 1
 
 
@@ -146,9 +140,9 @@ def test_a_server_that_stays_down_is_given_up(server: Server, proxy: Proxy) -> N
     proxy.fault = lambda _method, _path: Fault(status=503)
     with (
         without_waiting(),
-        pytest.raises(CheckpointingException, match=r"503.* tries in 1[78]\d s"),
+        pytest.raises(dc.CheckpointingException, match=r"503.* tries in 1[78]\d s"),
     ):
-        save(numbered(1), place)
+        dc.save(numbered(1), place)
 
 
 def test_a_server_that_never_answers_is_given_up(server: Server, proxy: Proxy) -> None:
@@ -156,8 +150,8 @@ def test_a_server_that_never_answers_is_given_up(server: Server, proxy: Proxy) -
     proxy.fault = lambda _method, _path: Fault(seconds=2.0)
     options = replace(place.store.options, timeout=0.1, retry_timeout=0.5)
     place = replace(place, store=replace(place.store, options=options))
-    with pytest.raises(CheckpointingException, match=r"tries in \d s"):
-        save(numbered(1), place)
+    with pytest.raises(dc.CheckpointingException, match=r"tries in \d s"):
+        dc.save(numbered(1), place)
 
 
 @pytest.mark.usefixtures("speaks_s3")
@@ -173,8 +167,8 @@ def test_answers_that_are_cut_off(server: Server, proxy: Proxy, backend: str) ->
 
     proxy.fault = fault
     place = server.place(proxy.url)
-    save(numbered(1), place, backend)
-    save(numbered(2), place, backend, overwrite=True)
+    dc.save(numbered(1), place, backend)
+    dc.save(numbered(2), place, backend, overwrite=True)
     assert number_in(place) == 2
     remove_checkpoint(place)
     assert [*place.store.list_below(place.prefix)] == []
@@ -199,31 +193,33 @@ def test_half_an_answer_to_the_begin_or_the_end_of_an_upload_in_parts(
     options = replace(place.store.options, part_bytes=5 * 2**20)
     place = replace(place, store=replace(place.store, options=options))
     tensor = torch.arange(3.0 * 2**20)
-    save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, place)
+    dc.save({"w": dc.ShardedTensor.from_rank_offsets("w", tensor)}, place)
     assert cut
-    template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros_like(tensor))}
-    assert torch.equal(load(template, place, verify=True)["w"], tensor)
+    template = {"w": dc.ShardedTensor.from_rank_offsets("w", torch.zeros_like(tensor))}
+    assert torch.equal(dc.load(template, place, verify=True)["w"], tensor)
 
 
 def test_a_store_without_conditional_puts_is_refused_at_once(server: Server, proxy: Proxy) -> None:
     proxy.fault = lambda method, _path: Fault(status=501) if method == "PUT" else None
-    with pytest.raises(UnsupportedFormatError, match="has no conditional puts"):
-        save(numbered(1), default_retries(server.place(proxy.url)))
+    with pytest.raises(dc.UnsupportedFormatError, match="has no conditional puts"):
+        dc.save(numbered(1), default_retries(server.place(proxy.url)))
     assert [method for method, _ in proxy.requests].count("PUT") == 1
     assert not any(method == "POST" for method, _ in proxy.requests)
 
 
 @pytest.mark.usefixtures("speaks_s3")
 def test_a_bucket_that_is_missing_is_named_by_save_and_load(server: Server) -> None:
-    place = ObjectPath.of("s3://no-such-bucket/run", server.place().store.options)
-    for work in (lambda: save(numbered(1), place), lambda: load({}, place)):
-        with pytest.raises((CheckpointingException, OSError), match="there is no such bucket"):
+    place = dc.ObjectPath.of("s3://no-such-bucket/run", server.place().store.options)
+    for work in (lambda: dc.save(numbered(1), place), lambda: dc.load({}, place)):
+        with pytest.raises((dc.CheckpointingException, OSError), match="there is no such bucket"):
             work()
 
 
-def test_a_server_that_is_not_there(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_there(server: Server) -> None:
     """It is given up soon, and what is said is what failed first."""
     place = default_retries(server.place(f"http://127.0.0.1:{free_port()}"))
-    monkeypatch.setattr(object_store, "_FIRST_CONTACT_SECONDS", 0.5)
-    with pytest.raises(CheckpointingException, match="cannot be reached"):
-        save(numbered(1), place)
+    gives_up = pytest.raises(
+        dc.CheckpointingException, match=r"cannot be reached.*tries in ([5-9]|10) s"
+    )
+    with without_waiting(), gives_up:
+        dc.save(numbered(1), place)

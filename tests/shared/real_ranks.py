@@ -37,25 +37,31 @@ def run_script(
 ) -> list[Any]:
     """The same as ``torchrun``, with the environment of torchrun and without its seconds."""
     reports.mkdir(exist_ok=True)
+    with ranks(world_size, [script, *arguments, reports]) as started:
+        outputs = [process.communicate(timeout_seconds)[0] for process in started]
+    codes = [process.returncode for process in started]
+    assert codes == [0] * world_size, "\n".join(outputs)[-5000:]
+    return _read(reports, world_size)
+
+
+@contextmanager
+def ranks(
+    world_size: int, command: Sequence[object], *, stderr: int = subprocess.STDOUT
+) -> Iterator[list[ForkedScript]]:
+    """A program on so many ranks, in the environment that torchrun makes."""
     store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
     world = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RUN_ID": "none",
         **_STORE_OF_AGENT,
     }
-    started = [
-        ForkedScript(
-            [script, *arguments, reports], world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(world_size)
-    ]
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    started = [ForkedScript(command, world | one, stderr=stderr) for one in own]
     with _ended(started):
-        outputs = [process.communicate(timeout_seconds)[0] for process in started]
-    codes = [process.returncode for process in started]
-    assert codes == [0] * world_size, "\n".join(outputs)[-5000:]
-    return _read(reports, world_size)
+        yield started
 
 
 def _read(reports: Path, world_size: int) -> list[Any]:

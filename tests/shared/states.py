@@ -8,13 +8,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from dist_checkpointing import (
-    ShardedObject,
-    ShardedTensor,
-    load_plain_tensors,
-    save,
-    verify_checkpoint,
-)
+import dist_checkpointing as dc
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.testing import assert_same_bits, run_ranks
 
@@ -25,45 +19,47 @@ FORMAT: Final = pytest.mark.parametrize(
     "file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"]
 )
 
-shard = ShardedTensor.from_rank_offsets
+shard = dc.ShardedTensor.from_rank_offsets
 """A whole tensor, or a part of it: ``shard(key, part, (axis, rank, count))``."""
 
 
-def rows(key: str, full: torch.Tensor, comm: Comm, axis: int = 0) -> ShardedTensor:
+def rows(key: str, full: torch.Tensor, comm: Comm, axis: int = 0) -> dc.ShardedTensor:
     """The part of this rank where all have even parts along an axis, in memory of its own."""
     part = full.chunk(comm.world_size, axis)[comm.rank].clone()
     return shard(key, part, (axis, comm.rank, comm.world_size))
 
 
-def between(key: str, full: torch.Tensor, start: int, stop: int) -> ShardedTensor:
+def between(key: str, full: torch.Tensor, start: int, stop: int) -> dc.ShardedTensor:
     """Rows ``start .. stop`` of a tensor that is cut unevenly, in memory of their own."""
     part = full[start:stop].clone()
     offset = (start, *[0] * (full.ndim - 1))
-    return ShardedTensor(key, part, part.dtype, tuple(part.shape), tuple(full.shape), offset, None)
+    return dc.ShardedTensor(
+        key, part, part.dtype, tuple(part.shape), tuple(full.shape), offset, None
+    )
 
 
-def flat(key: str, full: torch.Tensor, start: int, stop: int) -> ShardedTensor:
+def flat(key: str, full: torch.Tensor, start: int, stop: int) -> dc.ShardedTensor:
     """Elements ``start .. stop`` of the flattening of a tensor, in memory of their own."""
     part = full.reshape(-1)[start:stop].clone()
-    return ShardedTensor.from_rank_offsets_flat(
+    return dc.ShardedTensor.from_rank_offsets_flat(
         key, part, tuple(full.shape), flattened_range=slice(start, stop)
     )
 
 
-def cell(key: str, value: Any, comm: Comm = ALONE) -> ShardedObject:
+def cell(key: str, value: Any, comm: Comm = ALONE) -> dc.ShardedObject:
     """The object of this rank where each has one."""
-    return ShardedObject(key, value, (comm.world_size,), (comm.rank,))
+    return dc.ShardedObject(key, value, (comm.world_size,), (comm.rank,))
 
 
-def counted_rows(key: str, rank: int = 0, count: int = 1, **changes: Any) -> ShardedTensor:
+def counted_rows(key: str, rank: int = 0, count: int = 1, **changes: Any) -> dc.ShardedTensor:
     """Part ``rank`` of ``count`` of a tensor with two rows of three a part."""
     data = torch.arange(6.0).reshape(2, 3) + 10 * rank
     return replace(shard(key, data, (0, rank, count)), **changes)
 
 
-def counted_cell(key: str, rank: int = 0, count: int = 1, **changes: Any) -> ShardedObject:
+def counted_cell(key: str, rank: int = 0, count: int = 1, **changes: Any) -> dc.ShardedObject:
     """Object ``rank`` of ``count``, which says its number."""
-    return replace(ShardedObject(key, {"rank": rank}, (count,), (rank,)), **changes)
+    return replace(dc.ShardedObject(key, {"rank": rank}, (count,), (rank,)), **changes)
 
 
 def wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -154,7 +150,7 @@ def parts_at_step(step: int, comm: Comm) -> dict[str, Any]:
 
 def assert_at_step(folder: Path, step: float, key: str = "w") -> None:
     """A checkpoint holds what ``at_step`` or ``trained`` gave."""
-    found = load_plain_tensors(folder)
+    found = dc.load_plain_tensors(folder)
     assert found["step"] == step
     assert found[key].unique().tolist() == [step]
 
@@ -163,13 +159,13 @@ def save_on(
     count: int, state_of: Callable[[Comm], dict[str, Any]], folder: Path, *args: Any, **options: Any
 ) -> None:
     """Save what each of so many simulated ranks holds."""
-    run_ranks(count, lambda comm: save(state_of(comm), folder, *args, comm=comm, **options))
+    run_ranks(count, lambda comm: dc.save(state_of(comm), folder, *args, comm=comm, **options))
 
 
 def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """A checkpoint is sound, and holds these tensors bit for bit."""
-    verify_checkpoint(folder)
-    found = load_plain_tensors(folder)
+    dc.verify_checkpoint(folder)
+    found = dc.load_plain_tensors(folder)
     for key, tensor in tensors.items():
         assert_same_bits(found[key], tensor, key)
 

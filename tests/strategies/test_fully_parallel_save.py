@@ -11,15 +11,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+import dist_checkpointing as dc
 from cut_tensors import cut_tensors
-from dist_checkpointing import (
-    CheckpointingException,
-    InvalidShardingError,
-    RankFailedError,
-    ShardedObject,
-    ShardedTensor,
-    save,
-)
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import flatten, is_main_replica
 from dist_checkpointing.planning import BalancedSavePlanner, DefaultSavePlanner
@@ -37,7 +30,7 @@ from simulated_groups import each_rank, everybody_fails
 from states import assert_holds, between
 from tiers import examples
 
-Parts = list[tuple[ShardedTensor, list[int], int]]
+Parts = list[tuple[dc.ShardedTensor, list[int], int]]
 """Parts of tensors, who holds each, and whose copy is the main replica."""
 
 
@@ -60,7 +53,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], Parts]:
     return groups, parts
 
 
-def leaves_of(parts: Parts, rank: int) -> list[ShardedTensor]:
+def leaves_of(parts: Parts, rank: int) -> list[dc.ShardedTensor]:
     return [
         replace(part, replica_id=0 if rank == main else (0, 1 + holders.index(rank)))
         for part, holders, main in parts
@@ -80,18 +73,18 @@ class Recorder(SaveShardedStrategy):
         self.given.append(sharded_state_dict)
 
 
-@examples(60)
+@examples(40)
 @given(worlds())
 def test_a_third_party_writes_everything_once(
     world: tuple[list[tuple[int, ...]], Parts],
 ) -> None:
     groups, parts = world
 
-    def one(comm: Comm, group: Comm) -> list[ShardedTensor]:
+    def one(comm: Comm, group: Comm) -> list[dc.ShardedTensor]:
         base = Recorder()
         state: dict[str, Any] = {
             "deep": [leaves_of(parts, comm.rank)],
-            "rng": ShardedObject("rng", 5, (1,), (0,), 3),
+            "rng": dc.ShardedObject("rng", 5, (1,), (0,), 3),
         }
         before = repr(state)
         FullyParallelSaveStrategyWrapper(base, group).save(state, "unused")
@@ -122,7 +115,7 @@ def test_a_checkpoint_by_four_replicas(tmp_path: Path, kind: type[Any]) -> None:
         state = copies(full, comm)
         written = Written()
         strategy = FullyParallelSaveStrategyWrapper(kind())
-        save(state, tmp_path / "c", strategy, comm=comm, progress=written)
+        dc.save(state, tmp_path / "c", strategy, comm=comm, progress=written)
         assert [leaf.replica_id for leaf in state.values()] == [comm.rank] * 8
         return written.num_bytes
 
@@ -142,10 +135,10 @@ class Written:
             self.num_bytes = progress.bytes_done
 
 
-def copies(full: dict[str, torch.Tensor], comm: Comm) -> dict[str, ShardedTensor]:
+def copies(full: dict[str, torch.Tensor], comm: Comm) -> dict[str, dc.ShardedTensor]:
     """The whole of each tensor, the main replica on rank 0."""
     return {
-        key: ShardedTensor.from_rank_offsets(key, data.clone(), replica_id=comm.rank)
+        key: dc.ShardedTensor.from_rank_offsets(key, data.clone(), replica_id=comm.rank)
         for key, data in full.items()
     }
 
@@ -166,7 +159,7 @@ def test_a_strategy_with_a_planner_of_its_own(tmp_path: Path) -> None:
         written = Written()
         base = Zarr3SaveShardedStrategy(planner=Renaming())
         strategy = FullyParallelSaveStrategyWrapper(base)
-        save(copies(full, comm), tmp_path / "c", strategy, comm=comm, progress=written)
+        dc.save(copies(full, comm), tmp_path / "c", strategy, comm=comm, progress=written)
         return written.num_bytes
 
     assert run_ranks(3, one) == [2 * 50 * 4] * 3
@@ -180,7 +173,7 @@ def test_a_balanced_planner_shares_out_within_the_groups(tmp_path: Path, planner
         strategy: Any = FullyParallelSaveStrategyWrapper(base, group).resolved()
         # The main replicas are on ranks 2 and 3; all four ranks hold everything.
         state = {
-            f"w{main}": ShardedTensor.from_rank_offsets(
+            f"w{main}": dc.ShardedTensor.from_rank_offsets(
                 f"w{main}", torch.ones(4), replica_id=abs(comm.rank - main)
             )
             for main in (2, 3)
@@ -197,33 +190,14 @@ def test_a_balanced_planner_shares_out_within_the_groups(tmp_path: Path, planner
 
 def shard(key: str, rows: int = 4, dtype: torch.dtype = torch.float32, rank: int = 0) -> Any:
     data = torch.ones(rows, 2, dtype=dtype)
-    return ShardedTensor.from_rank_offsets(key, data, replica_id=rank)
-
-
-def add(leaves: dict[str, Any], _rank: int) -> None:
-    leaves["new"] = shard("new", rank=0)
-
-
-def drop(leaves: dict[str, Any], _rank: int) -> None:
-    del leaves["b"]
-
-
-def retype(leaves: dict[str, Any], rank: int) -> None:
-    leaves["own"] = shard("own", dtype=torch.float64, rank=rank)
-
-
-def reshard(leaves: dict[str, Any], _rank: int) -> None:
-    for key, offset in (("a", 0), ("a2", 2)):
-        half = between("a", torch.ones(4, 2), offset, offset + 2)
-        leaves[key] = replace(half, replica_id=leaves["a"].replica_id)
+    return dc.ShardedTensor.from_rank_offsets(key, data, replica_id=rank)
 
 
 @pytest.mark.parametrize(
-    ("change", "changed_rank"), [(add, 0), (drop, 1), (retype, 2), (reshard, 0), (reshard, 2)]
+    ("change", "changed_rank"),
+    [("add", 0), ("drop", 1), ("retype", 2), ("reshard", 0), ("reshard", 2)],
 )
-def test_a_change_on_one_rank_is_seen_by_all(
-    change: Callable[[dict[str, Any], int], None], changed_rank: int
-) -> None:
+def test_a_change_on_one_rank_is_seen_by_all(change: str, changed_rank: int) -> None:
     """With a kept distribution every save is as one without."""
     bases = {keeps: [Recorder() for _ in range(3)] for keeps in (True, False)}
 
@@ -245,7 +219,16 @@ def test_a_change_on_one_rank_is_seen_by_all(
         again = save_twice({key: copy.copy(leaf) for key, leaf in leaves.items()})
         if comm.rank == changed_rank:
             leaves = {key: copy.copy(leaf) for key, leaf in leaves.items()}
-            change(leaves, comm.rank)
+            if change == "add":
+                leaves["new"] = shard("new")
+            elif change == "drop":
+                del leaves["b"]
+            elif change == "retype":
+                leaves["own"] = shard("own", dtype=torch.float64, rank=comm.rank)
+            else:
+                for key, offset in (("a", 0), ("a2", 2)):
+                    half = between("a", torch.ones(4, 2), offset, offset + 2)
+                    leaves[key] = replace(half, replica_id=leaves["a"].replica_id)
         changed = save_twice(leaves)
         back = save_twice(leaves)
         return first is again, changed is again, changed is back
@@ -270,10 +253,10 @@ def test_a_replica_without_data_is_named(tmp_path: Path, third_party: bool) -> N
         if comm.rank == 1:
             leaf.data = None
         strategy = FullyParallelSaveStrategyWrapper(base, group)
-        save({"w": leaf}, tmp_path / "c", strategy, comm=comm)
+        dc.save({"w": leaf}, tmp_path / "c", strategy, comm=comm)
 
     error = everybody_fails([range(3)], one)[0]
-    assert isinstance(error, InvalidShardingError)
+    assert isinstance(error, dc.InvalidShardingError)
     assert {(f.key, f.ranks) for f in error.findings} == {("w", (1,))}
     assert not (tmp_path / "c").exists() or third_party
 
@@ -289,14 +272,16 @@ def test_one_failing_rank_fails_all_groups(tmp_path: Path) -> None:
         base = FullDisk() if comm.rank == 3 else Recorder()
         part: Any = (0, comm.rank // 2, 2)
         leaves = [
-            ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(4), part, replica_id=comm.rank % 2)
+            dc.ShardedTensor.from_rank_offsets(
+                f"w{i}", torch.ones(4), part, replica_id=comm.rank % 2
+            )
             for i in range(4)
         ]
         strategy = FullyParallelSaveStrategyWrapper(base, group)
-        save({"leaves": leaves}, tmp_path / "c", strategy, comm=comm)
+        dc.save({"leaves": leaves}, tmp_path / "c", strategy, comm=comm)
 
     error = everybody_fails([(0, 1), (2, 3)], one)[0]
-    assert isinstance(error, RankFailedError)
+    assert isinstance(error, dc.RankFailedError)
     assert error.ranks == (3,)
     assert "no space left" in str(error)
     assert not (tmp_path / "c" / "metadata.json").exists()
@@ -306,10 +291,10 @@ def test_one_failing_rank_fails_all_groups(tmp_path: Path) -> None:
 def test_two_main_replicas_are_still_refused(tmp_path: Path, kind: type[Any]) -> None:
     def one(comm: Comm, group: Comm) -> None:
         strategy = FullyParallelSaveStrategyWrapper(kind(), group)
-        save({"w": shard("w", rank=0)}, tmp_path / "c", strategy, comm=comm)
+        dc.save({"w": shard("w", rank=0)}, tmp_path / "c", strategy, comm=comm)
 
     error = everybody_fails([range(2)], one)[0]
-    assert isinstance(error, InvalidShardingError)
+    assert isinstance(error, dc.InvalidShardingError)
     assert "2 shards hold this part" in str(error)
 
 
@@ -318,10 +303,10 @@ def test_async_needs_an_async_strategy(tmp_path: Path) -> None:
     strategy = FullyParallelSaveStrategyWrapper(Recorder())
     uses: list[Callable[[], object]] = [
         lambda: strategy.async_save(state, tmp_path),
-        lambda: save(state, tmp_path / "c", strategy, async_sharded_save=True),
+        lambda: dc.save(state, tmp_path / "c", strategy, async_sharded_save=True),
     ]
     for use in uses:
-        with pytest.raises(CheckpointingException, match="Cannot apply async_save to non-async"):
+        with pytest.raises(dc.CheckpointingException, match="Cannot apply async_save to non-async"):
             use()
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import dist_checkpointing as dc
-from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import LOCK_NAME
 from dist_checkpointing.format import Attempt, CheckpointingConfig
 
@@ -30,14 +29,6 @@ def test_a_process_forked_during_a_save_does_not_keep_the_folder_taken(tmp_path:
         assert child.poll() is None
     finally:
         child.communicate()
-
-
-@pytest.mark.parametrize(
-    ("tracebacks", "silent"), [({0: "x", 1: "x"}, ()), ({0: "x"}, (1,)), ({}, (0, 1))]
-)
-def test_silent_ranks(tracebacks: dict[int, str], silent: tuple[int, ...]) -> None:
-    error = dc.RankFailedError("step", [Finding("a", ranks=(0, 1))], tracebacks)
-    assert error.silent_ranks == silent
 
 
 def test_what_is_committed_is_never_given_up(tmp_path: Path) -> None:

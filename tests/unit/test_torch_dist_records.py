@@ -2,7 +2,6 @@
 
 import io
 import mmap
-import struct
 import zipfile
 import zlib
 from pathlib import Path
@@ -93,6 +92,9 @@ def rezipped(record: bytes, **changes: Any) -> bytes:
 
 
 RECORD = record_of(torch.arange(100.0))
+DESCRIBED = zipfile.ZipFile(io.BytesIO(RECORD)).read("archive/data.pkl")
+OFFSET_50 = DESCRIBED.replace(b"tq\x05QK\x00", b"tq\x05QK\x32")
+assert OFFSET_50 != DESCRIBED
 
 
 def test_an_archive_packed_by_another_program_is_read() -> None:
@@ -110,20 +112,13 @@ def test_an_archive_packed_by_another_program_is_read() -> None:
         (rezipped(RECORD, byteorder=b"big"), "little-endian"),
         (rezipped(RECORD, data_pkl=b"\x80\x02]."), "description"),
         (rezipped(RECORD, data_pkl=b"x" * 100_000), "description of 100000 bytes"),
+        (rezipped(RECORD, data_pkl=OFFSET_50), "sticks out"),
+        (RECORD[:-14] + b"\xff" * 4 + RECORD[-10:], "contradict each other"),
     ],
 )
 def test_what_is_no_record(record: bytes, problem: str) -> None:
     with pytest.raises(BadRecord, match=problem):
         find_tensor(record)
-
-
-def test_a_tensor_that_sticks_out_of_its_storage() -> None:
-    described = zipfile.ZipFile(io.BytesIO(RECORD)).read("archive/data.pkl")
-    # The storage offset: 0 becomes 50.
-    longer = described.replace(b"tq\x05QK\x00", b"tq\x05QK\x32")
-    assert longer != described
-    with pytest.raises(BadRecord, match="sticks out"):
-        find(rezipped(RECORD, data_pkl=longer))
 
 
 def test_any_flipped_bit_in_the_frame_is_harmless_or_noticed() -> None:
@@ -141,10 +136,3 @@ def test_any_flipped_bit_in_the_frame_is_harmless_or_noticed() -> None:
                 continue  # which is compared with the metadata
             if found.dtype == torch.float32 and found.is_contiguous:
                 assert found.start == start, position
-
-
-def test_a_directory_that_promises_many_entries_is_not_believed() -> None:
-    damaged = bytearray(RECORD)
-    struct.pack_into("<2H", damaged, len(damaged) - 14, 65535, 65535)
-    with pytest.raises(BadRecord):
-        find(bytes(damaged))
