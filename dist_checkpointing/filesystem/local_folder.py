@@ -110,20 +110,27 @@ def write_content(folder: Location, name: str, data: bytes, durability: Durabili
 
 def rename_new(source: Path, target: Path) -> None:
     """Rename a file; FileExistsError if the new name is taken."""
+    link_new(source, target, may_move=True)
+    source.unlink(missing_ok=True)
+
+
+def link_new(source: Path, target: Path, *, may_move: bool = False) -> None:
+    """Give a file a second name; FileExistsError if it is taken.
+
+    Where there are no links, the file is copied, or moved if it ``may_move``.
+    """
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno in NO_LINK:
-            _move_new(source, target)
+            _copy_new(source, target, may_move=may_move)
         # A network file system may say that a link is there which it has just made.
         elif error.errno != errno.EEXIST or not target.samefile(source):
             raise
-    source.unlink(missing_ok=True)
 
 
-def _move_new(source: Path, target: Path) -> None:
-    """Do what ``rename_new`` does where there are no links; the source may stay."""
-    if _renameat2 is not None:
+def _copy_new(source: Path, target: Path, *, may_move: bool) -> None:
+    if may_move and _renameat2 is not None:
         names = os.fsencode(source), os.fsencode(target)
         if not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE):
             return

@@ -14,6 +14,7 @@ from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -51,6 +52,7 @@ _MAX_BYTES: Final = 1 << 26
 STEP_FOLDER: Final = re.compile(r"step-(\d+)")
 MEGATRON_POINTER: Final = "latest_checkpointed_iteration.txt"
 LATEST: Final = "latest"
+_CLAIM: Final = re.compile(rf"{re.escape(RECORD_NAME)}\.(create|[0-9a-f]{{32}})(\.[0-9a-f]{{32}})?")
 _NUMBERED: Final = re.compile(r"[A-Za-z_.-]*?(\d+)|release")
 _OF_A_RUN: Final = re.compile(r"step-\d{8,}|iter_\d{7,}")
 _PLAIN: Final = re.compile(rf"\d+|{_OF_A_RUN.pattern}")
@@ -113,7 +115,8 @@ class RunRecord:
             for step, known in sorted(self.steps.items())
         }
         content = {"format": _FORMAT, "latest": self.latest, "steps": steps, "writer": self.writer}
-        return json.dumps(content).encode()
+        # No two records are equal: what follows on one must not follow on another.
+        return json.dumps(content | {"nonce": os.urandom(8).hex()}).encode()
 
     @property
     def metrics(self) -> dict[int, float]:
@@ -216,10 +219,12 @@ def read_record(root: Location) -> RunRecord:
 
 
 def write_record(root: Location, record: RunRecord) -> bool:
-    """Write a record, if the one of its version is there still; whether it is.
+    """Write a record, if the one of its version is there still; whether this process has done it.
 
-    On a disk there is no lock, which a stopped process would have: what follows on a version is a
-    file with its name, which one process alone can create, and any one puts into its place.
+    On a disk there is no lock, which a stopped process would have. Each writer has a file with a
+    name of its own. What follows on a version is the one that has a second name, the claim, which
+    one writer alone can give. Any process renames the file to put the record in place, which can be
+    done only once, however late: a claim of a version that has passed means nothing.
     """
     path, data, version = root / RECORD_NAME, record.to_json(), record.version
     if isinstance(path, ObjectPath):
@@ -229,22 +234,45 @@ def write_record(root: Location, record: RunRecord) -> bool:
             path.store.put(path.key, data)
             return True
     local_folder.make_durable_folder(path.parent)
-    following = path if version == _NO_FILE else path.with_name(f"{path.name}.{version}")
-    temporary, is_ours = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp"), False
-    file_writer.put(path.parent, temporary.name, data, local_folder.Durability.FSYNC)
-    with suppress(FileExistsError, FileNotFoundError):  # it was there, and may be gone by now
-        local_folder.rename_new(temporary, following)
-        is_ours = True
-    temporary.unlink(missing_ok=True)
-    if following is path:
-        return is_ours
-    if read_record(root).version != version:  # this process was stopped meanwhile
-        if is_ours:
-            following.unlink(missing_ok=True)
-        return False
-    with suppress(FileNotFoundError):  # another process has done it
-        following.replace(path)
-    return is_ours
+    claim = path.with_name(f"{path.name}.{version}")
+    own, is_written = _file_of(claim, data), False
+    file_writer.put(path.parent, own.name, data, local_folder.Durability.FSYNC)
+    with suppress(FileExistsError, FileNotFoundError):  # another process was faster
+        if version == _NO_FILE:
+            local_folder.rename_new(own, path)
+            return True
+        chosen = own
+        try:
+            local_folder.link_new(own, claim)
+        except FileExistsError:
+            chosen = _file_of(claim, location.read_bytes(claim, _MAX_BYTES))
+        if read_record(root).version == version:
+            try:
+                chosen.replace(path)
+                is_written = chosen == own
+            except FileNotFoundError:
+                if read_record(root).version == version:  # older libraries have no such file
+                    claim.replace(path)
+        claim.unlink()
+    own.unlink(missing_ok=True)
+    return is_written
+
+
+def _file_of(claim: Path, data: bytes) -> Path:
+    """The file of the writer that has given it the name of the claim as well."""
+    return claim.with_name(f"{claim.name}.{xxhash.xxh3_128_hexdigest(data)}")
+
+
+def remove_old_claims(root: Location) -> None:
+    """Delete what killed writers of a record have left, but not what follows on the record."""
+    if isinstance(root, ObjectPath):
+        return
+    location.remove_temporaries([RECORD_NAME], root)
+    names = location.names_in(root)  # before the version, so those of others are of past ones
+    version = read_record(root).version
+    for match in map(_CLAIM.fullmatch, names) if version != _NO_FILE else ():
+        if match is not None and match[1] != version:
+            local_folder.remove(root / match[0], root)
 
 
 def _parsed(content: Any, version: Any) -> RunRecord:

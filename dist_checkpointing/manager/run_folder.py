@@ -43,6 +43,7 @@ from dist_checkpointing.format.run_steps import (
     StepRecord,
     latest_step,
     read_record,
+    remove_old_claims,
     step_folder,
     steps_of_manager,
     up_to_date,
@@ -225,7 +226,7 @@ class RunFolder:
         with self._lock:
             # Once: another process may be writing one later, to note that it has verified a step.
             if not self._has_saved:
-                location.remove_temporaries([RECORD_NAME], self.root)
+                remove_old_claims(self.root)
             is_here = (is_there if self.is_on_disk else is_folder)(self.folder(step))
             for record in self._changing():
                 if self._has_saved and self._name not in (record.writer or self._name):

@@ -19,6 +19,7 @@ from damage import damage, files_in
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import ObjectPath
+from dist_checkpointing.format import run_steps
 from dist_checkpointing.format.run_steps import NO_STEP, write_record
 from dist_checkpointing.manager import RunRecord, StepRecord, checkpoint_manager, read_record
 from dist_checkpointing.testing import run_ranks
@@ -97,6 +98,45 @@ def test_of_changes_at_once_none_is_lost(tmp_path: Path, *, is_on_disk: bool) ->
     assert sorted(read_record(root).steps) == [*range(80)]
     if is_on_disk:
         assert [path.name for path in tmp_path.iterdir()] == ["manager.json"]
+
+
+def test_a_writer_that_goes_on_late_replaces_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it wrote was put in place by another writer, and a third one claims the same again."""
+
+    def changed(step: int) -> RunRecord:
+        record = read_record(tmp_path)
+        record.steps[step] = StepRecord()
+        return record
+
+    assert write_record(tmp_path, changed(0))
+    first, second, third = (changed(step) for step in (1, 2, 3))
+    put_in_place, read = Path.replace, run_steps.read_record
+
+    def stopped(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", put_in_place)
+        assert not write_record(tmp_path, second)
+        assert [*read(tmp_path).steps] == [0, 1]
+        outcomes = list[Path | FileNotFoundError]()
+
+        def going_on(root: Path) -> RunRecord:
+            try:
+                outcomes.append(put_in_place(path, target))
+            except FileNotFoundError as error:
+                outcomes.append(error)
+            monkeypatch.setattr(run_steps, "read_record", read)
+            return read(root)
+
+        monkeypatch.setattr(run_steps, "read_record", going_on)
+        assert not write_record(tmp_path, third)
+        if isinstance(outcomes[0], FileNotFoundError):
+            raise outcomes[0]
+        return outcomes[0]
+
+    monkeypatch.setattr(Path, "replace", stopped)
+    write_record(tmp_path, first)
+    assert [*read(tmp_path).steps] == [0, 1]
 
 
 def test_what_one_process_began_to_write_another_one_puts_in_its_place(tmp_path: Path) -> None:

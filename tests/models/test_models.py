@@ -14,6 +14,7 @@ import store_commit
 from explorer import Explored, explore, shortest_way
 from folder_commit import folder_model
 from folder_traces import first_impossible, folder_trace
+from run_record import record_model
 from store_commit import store_model
 from traces import first_departure, traced
 
@@ -196,3 +197,27 @@ def test_what_the_code_does_to_a_folder_is_a_path_of_the_model(seeds: range) -> 
 def test_a_folder_is_not_saved_into_by_a_protocol_without_a_step() -> None:
     assert any(folder_departure(seed, commit_before_data=True) for seed in range(3))
     assert any(folder_departure(seed, clear_before_end=True) for seed in range(1, 12, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "least_states"),
+    [({"A": 2, "B": 1}, 30_000), minutes({"A": 1, "B": 1, "C": 1}, 700_000)],
+)
+def test_the_record_of_a_run_loses_no_change(changes: dict[str, int], least_states: int) -> None:
+    seen = explore(record_model(changes))
+    assert seen.problem is None, shortest_way(seen)
+    assert seen.states >= least_states
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes"),
+    [
+        ("the claim is moved", {"A": 1, "B": 1, "C": 1}),
+        ("no second look", {"A": 2, "B": 1}),
+        ("names after the version", {"A": 2, "B": 1}),
+    ],
+)
+def test_what_each_step_of_the_record_is_for(fault: str, changes: dict[str, int]) -> None:
+    seen = explore(record_model(changes, fault))
+    assert seen.problem is not None
+    assert "was written, and is lost" in seen.problem

@@ -519,9 +519,9 @@ _RUNS: Final = (
     PlantedFault(
         "version of the record on a disk not compared",
         _STEPS,
-        "    following = path if",
-        "    local_folder.write_atomic(path, data)\n    return True\n    following = path if",
-        "the name by which one process alone follows on a version of the record",
+        "        if read_record(root).version == version:\n            try:\n",
+        "        if True:\n            try:\n",
+        "the look whether a record is still the one that was changed",
         "folder",
     ),
     PlantedFault(
