@@ -201,7 +201,7 @@ class World:
         try:
             yield
         finally:
-            gc.collect(0)  # what is left of killed processes closes its files here
+            gc.collect(0)  # what killed processes have left, all of it young, closes its files here
             for owner, name, call in before:
                 setattr(owner, name, call)
             self._calls.close_all()
