@@ -84,7 +84,7 @@ def _raw(work: Work) -> Calls:
         def run(url: str) -> None:
             folder = ObjectPath.of(url)
             store = folder.store  # its connections are open, as ours are
-            client = _client(store.url, store.options, os.getpid())
+            client = _client(store.url, store.options, None, os.getpid())
             with ThreadPoolExecutor(_REQUESTS) as pool:
                 list(pool.map(lambda t: move(client, (folder / t.key).key, t), part))
 
