@@ -63,6 +63,7 @@ class History:
         has_memory: Whether the disks are behind the memory of the machines.
         copies: On how many other machines the part of each is kept.
         is_bare: Whether the store compares ETags without the quotes that it gives, as Ceph 16 does.
+        has_parts: Whether objects are uploaded in small parts.
     """
 
     seed: int
@@ -80,6 +81,7 @@ class History:
     has_memory: bool = False
     copies: int = 0
     is_bare: bool = False
+    has_parts: bool = False
 
     @classmethod
     def of(cls, seed: int) -> History:
@@ -114,6 +116,7 @@ class History:
             has_memory=place == "fast" and dice.random() < 0.5,
             copies=dice.randint(0, 1) if place == "fast" else 0,
             is_bare=place == "store" and dice.random() < 0.3,
+            has_parts=place == "store" and dice.random() < 0.3,
         )
 
     @classmethod
@@ -172,6 +175,7 @@ class History:
             "in memory first": self.has_memory,
             "copies at peers": self.copies > 0,
             "ETags are compared without quotes": self.is_bare,
+            "uploads in parts": self.has_parts,
         }
         training = ", ".join(text for text, is_so in what.items() if is_so)
         return "\n".join([training, *(f"  {event}" for event in self.events)])
@@ -183,8 +187,8 @@ class History:
             yield replace(self, events=(*before, *after))
             if event.faults:
                 yield replace(self, events=(*before, replace(event, faults=()), *after))
-        troubles = ("is_late", "is_busy", "is_lossy", "has_memory", "is_bare", "copies")
-        for name, calm in zip(troubles, (*[False] * 5, 0), strict=True):
+        flags = ("is_late", "is_busy", "is_lossy", "has_memory", "is_bare", "has_parts")
+        for name, calm in (*((flag, False) for flag in flags), ("copies", 0)):
             if getattr(self, name) != calm:
                 yield replace(self, **{name: calm})  # type: ignore[arg-type]
         if not self.has_flock:

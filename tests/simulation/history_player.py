@@ -16,6 +16,8 @@ from dist_checkpointing import (
     CheckpointManager,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    ObjectPath,
+    ObjectStoreOptions,
     Place,
     Retention,
     ShardedObject,
@@ -35,6 +37,7 @@ from rivals import Rivals
 from run_states import Oracle, ViolationError
 
 ROWS: Final = 24
+_PART_BYTES: Final = 100
 _NOT_ALL_CHECKED: Final = ("metadata.json", ".distcp", ".lock", "/claims/", "/commits/")
 """In the paths of files of which some bytes mean nothing: what they hold counts, not each bit."""
 _SETTLED_SECONDS: Final = 40.0
@@ -230,8 +233,11 @@ class Player:
                 Place(path, copies=0 if number else history.copies)
                 for number, path in enumerate(own if history.place == "fast" else [])
             ]
+            root: str | ObjectPath = self.root
+            if history.has_parts:
+                root = ObjectPath.of(self.root, ObjectStoreOptions(part_bytes=_PART_BYTES))
             rank.manager = CheckpointManager(
-                [*nearer, Place(self.root)],
+                [*nearer, Place(root)],
                 history.backend,
                 comm=rank.comm,
                 retention=Retention(keep_last=history.keep_last),
