@@ -8,7 +8,6 @@ from dist_checkpointing.filesystem.locks import (
     holder_of as holder_of,
 )
 from dist_checkpointing.filesystem.object_store import (
-    Location as Location,
     ObjectPath as ObjectPath,
     ObjectStoreOptions as ObjectStoreOptions,
 )

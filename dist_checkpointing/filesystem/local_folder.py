@@ -35,9 +35,8 @@ def status_of(path: Path | str, *, follows: bool = True) -> os.stat_result | Non
     try:
         return os.stat(path, follow_symlinks=follows)
     except OSError as error:
-        if error.errno in NOT_THERE:
-            return None
-        raise
+        raise_unless_gone(error)
+        return None
 
 
 def raise_unless_gone(error: OSError) -> None:

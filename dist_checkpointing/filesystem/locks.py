@@ -91,8 +91,6 @@ class Holder(NamedTuple):
     @classmethod
     def parsed(cls, data: bytes) -> Holder | None:
         """The holder that a lock file names; None if it names none."""
-        if not data:
-            return None
         try:
             content = local_folder.parse_json(data)
             holder = cls(**{**content, "kind": Kind(content["kind"])})
@@ -333,11 +331,10 @@ def _created(at: int, name: str, holder: Holder) -> bool:
         return True
     finally:
         _unlink(at, fresh)
-    try:
+    with suppress(FileExistsError):
         _write_new(at, name, holder)
-    except FileExistsError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _write_new(at: int, name: str, holder: Holder) -> None:

@@ -400,10 +400,9 @@ def _client(url: str, options: ObjectStoreOptions, max_retries: int | None, proc
     if url.startswith("memory://"):
         return MemoryStore()
     names = ("endpoint", "region", "access_key_id", "secret_access_key")
-    given = {name: getattr(options, name) for name in names}
     variables = ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     endpoint = options.endpoint or next(filter(None, map(os.environ.get, variables)), "")
-    config: Any = {name: value for name, value in given.items() if value is not None}
+    config: Any = {name: value for name in names if (value := getattr(options, name)) is not None}
     return from_url(
         url,
         config=config,

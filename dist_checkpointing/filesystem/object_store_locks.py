@@ -287,8 +287,7 @@ class HeldClaim(Claim):
 
     def lost(self, how: str = "") -> CheckpointExistsError:
         """The error of a process whose claim another one has ended."""
-        silence = f"{_SILENT_PERIODS * self.period:.0f} s"
-        ended = f"was ended: no heartbeat was seen for {silence}"
+        ended = f"was ended: no heartbeat was seen for {_SILENT_PERIODS * self.period:.0f} s"
         finding = Finding(
             f"claim {self.number} {how or ended}",
             path=str(self.folder),
@@ -373,9 +372,7 @@ def last_known_holder(folder: ObjectPath) -> Holder | None:
     For people only. It takes nothing, and does not wait. See ``Claim.read`` for its errors.
     """
     numbers, decided = numbers_in(folder)
-    if not numbers:
-        return None
-    claim = Claim.read(folder, numbers[-1])
+    claim = Claim.read(folder, numbers[-1]) if numbers else None
     if claim is None or claim.holder.is_gone:
         return None
     last = folder.store.head(claim.beats.key)  # it goes when all is done

@@ -130,10 +130,7 @@ def pread(descriptor: int, target: Array, position: int) -> None:
 
 
 def is_cached(descriptor: int, target: Array, position: int) -> bool:
-    """Whether a read takes no waiting; also False where that is not known.
-
-    ``target`` may be filled.
-    """
+    """Whether a read takes no waiting; False where that is not known. ``target`` may be filled."""
     try:
         count = os.preadv(descriptor, [target], position, os.RWF_NOWAIT)  # type: ignore[list-item]
     except (AttributeError, OSError):  # the former where the system has no such read

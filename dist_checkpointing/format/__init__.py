@@ -3,22 +3,18 @@
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME as CHECKSUMS_NAME,
     Digest as Digest,
-    StoredPart as StoredPart,
-    checksum as checksum,
     digest_of as digest_of,
 )
 from dist_checkpointing.format.commit import (
     Attempt as Attempt,
     CheckpointingConfig as CheckpointingConfig,
     StoreAttempt as StoreAttempt,
-    check_is_distributed_checkpoint as check_is_distributed_checkpoint,
     data_folder as data_folder,
     read_commit as read_commit,
 )
 from dist_checkpointing.format.dtypes import ELEMENT_TYPES as ELEMENT_TYPES, FLOATING as FLOATING
 from dist_checkpointing.format.geometry import (
     Box as Box,
-    ChunkGrid as ChunkGrid,
     Pieces as Pieces,
     Window as Window,
 )

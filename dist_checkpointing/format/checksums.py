@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import struct
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import xxhash
 from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.geometry import Box, FlatRange, Int64s, Ints, renumbered
-from dist_checkpointing.format.seal import known_files
+from dist_checkpointing.format.seal import UNVERIFIED, known_files
 
 CHECKSUMS_NAME = ".dckpt/checksums"
 _SUFFIX: Final = ".bin"
@@ -37,8 +38,6 @@ _MAX_AXES: Final = 1 << 10
 _ROWS_A_TABLE: Final = 1 << 16
 _DTYPES: Final = ("<u4", "<u4", "<u4", "<u4", "<i8", "<i8", "<i8", "<u8")
 """Of the columns of a table, as they are in ``ChecksumColumns``."""
-_WIDE: Final = (4, 5, 6)
-"""Columns with several numbers a row."""
 Array = npt.NDArray[Any]
 Uint64s = npt.NDArray[np.uint64]
 DIGEST_BYTES: Final = 16
@@ -52,10 +51,6 @@ _DIGESTS_MAGIC: Final = b"DCKPTUPR"
 _DIGESTS_HEAD: Final = struct.Struct("<8sI16s")
 """Magic, version, xxh3_128 of the table of checksums."""
 _DIGESTS_VERSION: Final = 1
-
-
-def checksum(array: Array) -> int:
-    return checksum_of([array])
 
 
 def bytes_of(array: Array) -> memoryview:
@@ -199,16 +194,16 @@ def read_table(path: Location) -> ChecksumColumns:
 
 
 def parse_table(data: bytes, path: str) -> ChecksumColumns:
-    remedy = "Use another checkpoint, or load without verify."
-    with local_folder.parsing("checksums cannot be read", path, remedy=remedy):
+    with local_folder.parsing("checksums cannot be read", path, remedy=UNVERIFIED):
         magic, version, names_size, rows, width = _HEAD.unpack_from(data)
         if magic != _MAGIC:
             raise ValueError("not a table of checksums")
         if version != _VERSION:
             raise ValueError(f"version {version} of the table is not known")
-        widths = (1, 1, 1, 1, width, width, 2, 1)
-        stored = [*zip(widths, _DTYPES, strict=True)]
-        sizes = (rows * count * np.dtype(dtype).itemsize for count, dtype in stored)
+        single, wide = (rows,), (rows, width)
+        shapes = (single, single, single, single, wide, wide, (rows, 2), single)
+        stored = [*zip(shapes, _DTYPES, strict=True)]
+        sizes = (math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in stored)
         *starts, size = itertools.accumulate(sizes, initial=_HEAD.size + names_size)
         if width > _MAX_AXES or size + DIGEST_BYTES != len(data):
             raise ValueError(f"{len(data)} bytes, where {size + DIGEST_BYTES} are expected")
@@ -217,12 +212,10 @@ def parse_table(data: bytes, path: str) -> ChecksumColumns:
         names = local_folder.parse_json(data[_HEAD.size : _HEAD.size + names_size])
         if not isinstance(names, list) or not {str}.issuperset(map(type, names)):
             raise ValueError("expected a list of keys")
-        columns: list[Array] = [
-            np.frombuffer(data, dtype, rows * count, start)
-            for start, (count, dtype) in zip(starts, stored, strict=True)
-        ]
-        for number in _WIDE:
-            columns[number] = columns[number].reshape(rows, widths[number])
+        columns = (
+            np.frombuffer(data, dtype, math.prod(shape), start).reshape(shape)
+            for start, (shape, dtype) in zip(starts, stored, strict=True)
+        )
         table = ChecksumColumns(names, *columns)
         if rows and (int(table.keys.max()) >= len(names) or int(table.ndim.max()) > width):
             raise ValueError("a row names no key, or has more axes than there are")
@@ -253,16 +246,11 @@ class Digest:
 
 def digest_of(data: Any, num_bytes: int) -> bytes:
     """The digest of bytes, or of a contiguous array: its upper half, then its checksum."""
-    if num_bytes > _SHORT_BYTES:
+    if num_bytes <= _SHORT_BYTES:
+        return xxhash.xxh3_128_digest(data)[:8] + xxhash.xxh3_64_digest(data)
+    if num_bytes < _LARGE_BYTES:
         return xxhash.xxh3_128_digest(data)
-    return xxhash.xxh3_128_digest(data)[:8] + xxhash.xxh3_64_digest(data)
-
-
-def digest_of_array(array: Array) -> bytes:
-    data = bytes_of(array)
-    if len(data) < _LARGE_BYTES:
-        return digest_of(data, len(data))
-    digest = Digest()
+    digest = xxhash.xxh3_128()
     digest.update(data)
     return digest.digest()
 
@@ -278,9 +266,7 @@ def digests_at(addresses: Int64s, num_bytes: Int64s) -> Uint64s:
 
 def columns_of(digests: Sequence[bytes]) -> Uint64s:
     """``[digests, 2]``: the upper half and the checksum of each."""
-    found = np.frombuffer(b"".join(digests), dtype=">u8").astype(np.uint64)
-    columns: Uint64s = found.reshape(-1, 2)
-    return columns
+    return np.frombuffer(b"".join(digests), dtype=">u8").astype(np.uint64).reshape(-1, 2)
 
 
 def upper_name(table: str) -> str:

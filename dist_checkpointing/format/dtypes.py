@@ -83,10 +83,9 @@ _BY_ZARR_V2 = {row.zarr_v2: row for row in ELEMENT_TYPES}
 
 def from_name(name: str) -> DType:
     """The dtype with this zarr v3 name; UnsupportedFormatError if it cannot be stored."""
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        raise _unsupported(name, _BY_NAME) from None
+    if name not in _BY_NAME:
+        raise _unsupported(name, _BY_NAME)
+    return _BY_NAME[name]
 
 
 def from_zarr_v2(name: object, key: str | None = None, path: str | None = None) -> DType:

@@ -19,7 +19,6 @@ MODEL_SUFFIX: Final = ".safetensors"
 MODEL_INDEX_SUFFIX: Final = ".safetensors.index.json"
 MODEL_INDEX_NAME: Final = f"model{MODEL_INDEX_SUFFIX}"
 """The commit of a save as safetensors. Without it Hugging Face finds no model in a folder."""
-
 _MAX_BYTES: Final = 1 << 20
 _MAX_NAME_BYTES: Final = 1 << 10
 _MAX_INDEX_BYTES: Final = 1 << 30
@@ -32,7 +31,6 @@ _OUR_ARRAY: Final = re.compile(
 )
 OLD_TORCH_SIGNATURE: Final = b"\x80\x02\x8a\x0a"
 """How files of torch.save from before PyTorch 1.6 begin, which are recognized and refused."""
-
 _TORCH_SIGNATURES: Final = (b"PK\x03\x04", OLD_TORCH_SIGNATURE)
 
 

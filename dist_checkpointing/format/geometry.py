@@ -56,7 +56,6 @@ class Box:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements in the box."""
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
@@ -212,10 +211,7 @@ class ChunkGrid:
 
     @property
     def counts(self) -> Ints:
-        return tuple(
-            -(-extent // chunk)
-            for extent, chunk in zip(self.global_shape, self.chunk_shape, strict=True)
-        )
+        return tuple(-(-g // c) for g, c in zip(self.global_shape, self.chunk_shape, strict=True))
 
     def box(self, index: Ints) -> Box:
         """The part of the tensor that chunk ``index`` holds."""
@@ -320,8 +316,7 @@ class Pieces:
         wrong = np.flatnonzero(is_flat & ((start < 0) | (start > stop) | (stop > sizes)))
         if len(wrong):
             row = wrong[0]
-            text = f"flat range {start[row]}:{stop[row]} of a box of shape {shapes[row]}"
-            raise ValueError(text)
+            raise ValueError(f"flat range {start[row]}:{stop[row]} of a box of shape {shapes[row]}")
         return cls(offsets, shapes, flat)
 
     def __getitem__(self, row: int) -> Part:
@@ -361,11 +356,10 @@ class PieceColumns(Mapping[str, Pieces]):
     shapes: Int64s
     flat: Int64s
     _row: Mapping[str, int] = field(init=False, repr=False)
-    _seen: dict[str, Pieces] = field(init=False, repr=False)
+    _seen: dict[str, Pieces] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_row", {key: row for row, key in enumerate(self.keys_column)})
-        object.__setattr__(self, "_seen", {})
 
     @classmethod
     def of(cls, pieces: Mapping[str, Pieces]) -> PieceColumns:
@@ -473,8 +467,7 @@ def row_bytes(
 
 def changes(columns: Sequence[Integers], order: slice | Int64s = _ALL) -> Bools:
     """Which rows, in this order, differ from the one before in any of the columns."""
-    found = np.ones(len(columns[0]), dtype=np.bool_)
-    found[1:] = False
+    found: Bools = np.arange(len(columns[0])) == 0
     for column in columns:
         ordered = column[order]
         found[1:] |= ordered[1:] != ordered[:-1]

@@ -48,14 +48,12 @@ def pieces_text(pieces: Mapping[str, Pieces]) -> str:
 
     def text(rows: Int64s) -> str:
         content = rows.tobytes(), rows.shape
-        found = known.get(content)
-        if found is None:
+        if content not in known:
             if len(rows) > 1 and (rows == rows[0]).all():  # such as flattened pieces of one box
-                found = f"[{','.join([json_text(rows[0].tolist())] * len(rows))}]"
+                known[content] = f"[{','.join([json_text(rows[0].tolist())] * len(rows))}]"
             else:
-                found = json_text(rows.tolist())
-            known[content] = found
-        return found
+                known[content] = json_text(rows.tolist())
+        return known[content]
 
     tables = (
         f'{json_text(key)}:{{"offsets":{text(table.offsets)},'
@@ -177,7 +175,6 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.global_shape) * self.dtype.itemsize
 
     @property
@@ -188,11 +185,9 @@ class StoredTensor:
     def parts(self) -> Iterator[Part]:
         """Box and flat range of each chunk, in C order, or piece."""
         if self.pieces is not None:
-            yield from self.pieces
-            return
-        grid = self.grid
-        for place in itertools.product(*map(range, grid.counts)):
-            yield grid.box(place), None
+            return iter(self.pieces)
+        places = itertools.product(*map(range, self.grid.counts))
+        return ((self.grid.box(place), None) for place in places)
 
     @classmethod
     def undivided(cls, key: str, dtype: dtypes.DType, shape: Sequence[int]) -> StoredTensor:
@@ -243,7 +238,6 @@ class Index(Mapping[str, StoredTensor]):
     def of(
         cls, tensors: Iterable[StoredTensor], objects: Mapping[str, Ints] | None = None
     ) -> Index:
-        """The index of these tensors."""
         rows = list(tensors)
         return cls(
             [t.key for t in rows],
@@ -290,7 +284,6 @@ class Index(Mapping[str, StoredTensor]):
 
     @cached_property
     def has_grid(self) -> Bools:
-        """Which tensors have a chunk grid."""
         return np.array([chunk is not None for chunk in self.chunk_shape_column], dtype=np.bool_)
 
     @cached_property
@@ -350,14 +343,12 @@ class Index(Mapping[str, StoredTensor]):
         return len(self.keys_column)
 
     def without(self, dropped: Iterable[str]) -> Index:
-        """The index with some tensors left out."""
         gone = set(dropped)
         kept = Index.of((self[key] for key in self if key not in gone), self.objects)
         fingerprints = {key: text for key, text in self.fingerprints.items() if key not in gone}
         return replace(kept, codec=self.codec, fingerprints=fingerprints)
 
     def to_json(self) -> bytes:
-        """The bytes of the index file."""
         begin = {
             "format": FORMAT,
             "format_minor": FORMAT_MINOR,
@@ -385,9 +376,8 @@ class Index(Mapping[str, StoredTensor]):
             UnsupportedFormatError: if they are of a future format or hold an unknown dtype.
         """
         message = "the index of the checkpoint cannot be read"
-        with local_folder.parsing(
-            message, path, remedy="Use another checkpoint, or restore this file."
-        ):
+        remedy = "Use another checkpoint, or restore this file."
+        with local_folder.parsing(message, path, remedy=remedy):
             body = b"{" + data[_CHECKSUM_BYTES:]
             head = b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body)
             is_sound = data.startswith(head)
@@ -501,9 +491,7 @@ def large_objects(grids: Mapping[str, Ints]) -> list[StatedSize]:
 
 def meets_many(tensor: StoredTensor, box: Box) -> bool:
     """Whether a box of a tensor may meet so many chunks of its grid that they are worth a look."""
-    if tensor.chunk_shape is None:
-        return False
-    met = (n // c + 2 for n, c in zip(box.shape, tensor.chunk_shape, strict=False))
+    met = (n // c + 2 for n, c in zip(box.shape, tensor.grid.chunk_shape, strict=False))
     return math.prod(met) > MANY_PARTS
 
 

@@ -10,12 +10,7 @@ from dist_checkpointing.errors import CheckpointNotFoundError, Finding
 from dist_checkpointing.filesystem import local_folder, location, object_store_locks as claims
 from dist_checkpointing.filesystem.locks import FolderLock
 from dist_checkpointing.filesystem.object_store import Location, ObjectInfo, ObjectPath
-from dist_checkpointing.format.commit import (
-    DATA,
-    end_commit,
-    is_committed,
-    tolerant,
-)
+from dist_checkpointing.format.commit import DATA, end_commit, is_committed, tolerant
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,

@@ -44,6 +44,7 @@ FORMAT: Final = "dist_checkpointing.seal"
 FORMAT_MINOR: Final = 0
 _UNSEALED_NAMES: Final = frozenset({CONFIG_FNAME, SEAL_NAME, REMOVAL_NAME})
 """Written after the seal. What ``metadata.json`` says stands in the seal itself."""
+UNVERIFIED: Final = "Use another checkpoint, or load without verify."
 MAX_SEAL_BYTES: Final = 1 << 31
 _MAX_DIGESTED_BYTES: Final = 1 << 26
 """A larger file that no rank reported is tensor data of somebody else's strategy."""
@@ -122,8 +123,7 @@ class Seal:
     @classmethod
     def from_json(cls, data: bytes, path: str = SEAL_NAME) -> Seal:
         """Read and check the bytes of a seal file; CorruptCheckpointError if they are not one."""
-        remedy = "Use another checkpoint, or load without verify."
-        with local_folder.parsing("the seal of the checkpoint is damaged", path, remedy=remedy):
+        with local_folder.parsing("the seal of the checkpoint is damaged", path, remedy=UNVERIFIED):
             content = local_folder.parse_json(data)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError("not a seal of dist_checkpointing")
@@ -157,8 +157,7 @@ def read_seal(folder: Location) -> Seal | None:
         # Another machine may have put it there a moment ago, which is not seen here yet.
         is_near = not isinstance(folder, Path) or local_folder.is_local(folder)
         if is_near or not is_seen(lambda: location.is_file(path)):
-            remedy = "Use another checkpoint, or load without verify."
-            finding = Finding("the seal is missing", path=str(path), remedy=remedy)
+            finding = Finding("the seal is missing", path=str(path), remedy=UNVERIFIED)
             raise CorruptCheckpointError("the seal of the checkpoint is lost", [finding])
     return Seal.from_json(location.read_bytes(path, MAX_SEAL_BYTES), str(path))
 

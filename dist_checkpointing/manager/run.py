@@ -25,11 +25,7 @@ from dist_checkpointing.filesystem.object_store import Location
 from dist_checkpointing.format.commit import data_folder, is_committed, tolerant
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import PARTS_NAME, leftovers, number_of_save
-from dist_checkpointing.format.run_steps import (
-    NO_STEP,
-    RunRecord,
-    latest_step,
-)
+from dist_checkpointing.format.run_steps import NO_STEP, RunRecord, latest_step
 from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.manager.copies import Copier
 from dist_checkpointing.manager.disks import FastDisks, MachineFolders, whole_steps

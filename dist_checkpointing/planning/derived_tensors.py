@@ -109,11 +109,7 @@ class DerivedTensor:
 
     @classmethod
     def whole(
-        cls,
-        key: str,
-        shape: Ints,
-        dtype: DType,
-        quantization: Quantized | None = None,
+        cls, key: str, shape: Ints, dtype: DType, quantization: Quantized | None = None
     ) -> DerivedTensor:
         """A stored tensor, perhaps quantized, of which nothing is cut."""
         axes = tuple(range(len(shape)))

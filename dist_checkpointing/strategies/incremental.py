@@ -244,7 +244,7 @@ class PlanDigests:
             value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
             return checksums.digest_of(value, len(value))
         array = tensor_memory.fillable(data.detach().contiguous(), data.dtype)
-        return None if array is None else checksums.digest_of_array(array)
+        return None if array is None else checksums.digest_of(array, array.nbytes)
 
     def _digests_of_copies(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """The digests of tensors on GPUs, and of those whose memory holds other values."""

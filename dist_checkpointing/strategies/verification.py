@@ -447,7 +447,7 @@ def damage_of_objects(
             findings.append(Finding(f"there is no checksum for cell {cell} of the object", key))
             continue
         try:
-            found = checksums.checksum(np.frombuffer(reader.object_bytes(key, cell), np.uint8))
+            found = checksums.checksum_of([np.frombuffer(reader.object_bytes(key, cell), np.uint8)])
         except CorruptCheckpointError as error:
             findings += in_words(error)
             continue
@@ -520,7 +520,7 @@ def _damage_of_batch(
         other_digest(FLIPPED, part, found, path=reader.location(stored_chunk(part, index)))
         for (part, _), value in zip(batch, values, strict=True)
         if part.digest is not None
-        for found in [checksums.checksum(tensor_memory.as_numpy(value))]
+        for found in [checksums.checksum_of([tensor_memory.as_numpy(value)])]
         if found != part.digest
     ]
 

@@ -13,7 +13,7 @@ import xxhash
 from hypothesis import given, strategies as st
 
 from dist_checkpointing.format import Box, Digest, digest_of
-from dist_checkpointing.format.checksums import columns_of, digest_of_array, digests_at
+from dist_checkpointing.format.checksums import columns_of, digests_at
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.storage.fingerprints import Sums, added, sums_of_tensor
 from tiers import examples
@@ -145,7 +145,7 @@ def test_all_ways_give_the_same_digest() -> None:
         blocks.update(memoryview(data[length // 3 :]))
         expected = xxhash.xxh3_128_digest(data)[:8] + xxhash.xxh3_64_digest(data)
         assert digest_of(data, length) == blocks.digest() == expected
-        assert digest_of_array(memory[:length]) == expected
+        assert digest_of(memory[:length], length) == expected
         assert (columns_of([expected])[0] == found).all()
     none = np.empty(0, dtype=np.int64)
     assert digests_at(none, none).shape == (0, 2)

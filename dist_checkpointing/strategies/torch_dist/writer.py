@@ -29,7 +29,7 @@ from torch.serialization import get_crc32_options
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import location
-from dist_checkpointing.format.checksums import CHECKSUMS_NAME, bytes_of, checksum
+from dist_checkpointing.format.checksums import CHECKSUMS_NAME, bytes_of, checksum_of
 from dist_checkpointing.format.file_names import disk_name
 from dist_checkpointing.format.geometry import Box, Ints, split_rows, values_of_part
 from dist_checkpointing.format.index import Index
@@ -305,7 +305,7 @@ class TorchDistWriter(StorageWriter):
                     # Megatron keeps a list of all cells of this name on the rank.
                     value = serialize([data], f"the ShardedObject {key!r}")
                     cell = ShardedObject(key, None, table.global_shape(row), box.offset)
-                    checksums[row] = checksum(np.frombuffer(value, np.uint8))
+                    checksums[row] = checksum_of([np.frombuffer(value, np.uint8)])
                     file.rows.append((cell.unique_key, None, None, file.add_bytes(value)))
                 else:
                     hasher = xxhash.xxh3_64() if with_checksums else None

@@ -24,7 +24,7 @@ from numcodecs.abc import Codec
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import file_writer, local_folder, location
 from dist_checkpointing.filesystem.object_store import Location
-from dist_checkpointing.format.checksums import bytes_of, columns_of, digest_of_array
+from dist_checkpointing.format.checksums import bytes_of, columns_of, digest_of
 from dist_checkpointing.format.geometry import Box, Ints, Window, padded, values_of_part
 from dist_checkpointing.format.index import (
     MOST_COMPRESSION,
@@ -233,7 +233,8 @@ class ZarrFolderWriter(StorageWriter):
                 data = on_cpu(data.detach())
             if with_checksums:
                 data = data.detach().to("cpu").contiguous()
-                digests.columns[row] = columns_of([digest_of_array(tensor_memory.as_numpy(data))])
+                values = bytes_of(tensor_memory.as_numpy(data))
+                digests.columns[row] = columns_of([digest_of(values, len(values))])
             if is_whole[row]:
                 array = chunk_array(data, tuple(index.chunk_shape(table.key(row)) or data.shape))
                 written = [write_chunk(self.checkpoint_dir, names[row], array, codec)]
@@ -242,8 +243,7 @@ class ZarrFolderWriter(StorageWriter):
             self.report(int(sizes[row]))
             return written
 
-        put = partial(file_writer.put, self.checkpoint_dir)
-        in_threads(lambda file: put(*file), described, threads)
+        in_threads(lambda file: file_writer.put(self.checkpoint_dir, *file), described, threads)
         files = [*(SealedFile.of_bytes(*file) for file in described), *shared.files]
         rows = np.setdiff1d(np.arange(len(table)), shared.rows).tolist()
         files += itertools.chain.from_iterable(in_threads(write, rows, threads))
