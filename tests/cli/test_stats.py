@@ -66,7 +66,7 @@ def test_a_scan_finds_nan_and_infinity(any_sample: Sample, dckpt: Run) -> None:
 
 
 def test_what_only_one_backend_has(samples: Samples, dckpt: Run) -> None:
-    facts = {"zarr-2": "zarr v3", "zarr-2-zstd": "zstd", "zarr-1": "zarr v2"}
+    facts = {"zarr-2": "zarr v3", "zarr-2-zstd": "compression  zstd", "zarr-1": "zarr v2"}
     for name, fact in (facts | {"dcp": "none were kept"}).items():
         assert fact in dckpt("stats", samples(name).folder).out, name
 
