@@ -42,6 +42,9 @@ BAD_INPUT = [
     ("convert c x --to", "Option '--to' requires an argument"),
     ("ls ''", "the path is empty"),
     ("ls file", "nor a file of safetensors or torch.save"),
+    ("stats file", "nor a file of safetensors or torch.save"),
+    ("ls bad.safetensors", "bad.safetensors"),
+    ("stats bad.pt", "bad.pt"),
     ("ls hdfs://b/x", "'hdfs'"),
     ("convert c hdfs://b/y --to zarr", "'hdfs'"),
     ("ls s3://", "names no bucket"),
@@ -109,6 +112,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory, samples: Samples) -> Path:
     (root / "empty").mkdir()
     (root / "empty" / "mine").touch()
     (root / "file").write_text("mine")
+    (root / "bad.safetensors").write_bytes(b"\xff" * 100)
+    (root / "bad.pt").write_bytes(b"PK\x03\x04" + b"x" * 100)
     (root / "orbax").mkdir()
     (root / "orbax" / "_CHECKPOINT_METADATA").touch()
     (root / "split.json").write_text('[{"split": "uneven", "into": ["a", "b", "c", "d"]}]')

@@ -23,7 +23,7 @@ from dist_checkpointing.strategies import (
 )
 from dist_checkpointing.tools import app, report
 from samples import GOLDEN, GOLDEN_NAMES, Run
-from states import BACKEND, cell, rows, save_on, shard
+from states import BACKEND, cell, rows, save_on, shard, wholes
 from stores import new_url
 
 RUNNER = CliRunner()
@@ -133,11 +133,7 @@ def test_a_save_over_a_removal_that_was_cut_off_is_whole(tmp_path: Path, backend
     note = folder / ".dckpt" / "removal.json"
     note.write_text(json.dumps({key: [key] for key in ("optimizer.a", "optimizer.b")}))
     full = {key: tensor + 100 for key, tensor in values().items()}
-    state = {
-        key: dc.ShardedTensor(key, t, t.dtype, t.shape, t.shape, (0, 0), (1, 1))
-        for key, t in full.items()
-    }
-    dc.save(state, folder, backend, overwrite=True)
+    dc.save(wholes(full), folder, backend, overwrite=True)
     assert not note.exists()
     opened = dc.Checkpoint.open(folder)
     assert set(opened) == set(full)

@@ -72,11 +72,6 @@ def undisturbed(text: Text, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(tmp_path_factory.mktemp("undisturbed"), text)
 
 
-@pytest.fixture
-def expected(undisturbed: Run) -> dict[int, float]:
-    return undisturbed.losses
-
-
 def test_every_step_is_trained_once_and_the_last_one_is_saved(undisturbed: Run, text: Text) -> None:
     assert undisturbed.resumed is None
     assert list(undisturbed.losses) == list(range(1, STEPS + 1))
@@ -87,19 +82,17 @@ def test_every_step_is_trained_once_and_the_last_one_is_saved(undisturbed: Run, 
 
 @pytest.mark.parametrize("stopped_at", [4, 5])
 def test_a_resumed_training_has_the_same_losses(
-    tmp_path: Path, text: Text, expected: dict[int, float], stopped_at: int
+    tmp_path: Path, text: Text, undisturbed: Run, stopped_at: int
 ) -> None:
     first = Run(tmp_path, text, until=stopped_at)
     second = Run(tmp_path, text)
     assert second.resumed == stopped_at
-    assert first.losses | second.losses == expected
+    assert first.losses | second.losses == undisturbed.losses
 
 
-def test_who_is_asked_to_end_saves_first(
-    tmp_path: Path, text: Text, expected: dict[int, float]
-) -> None:
+def test_who_is_asked_to_end_saves_first(tmp_path: Path, text: Text, undisturbed: Run) -> None:
     first = Run(tmp_path, text, terminate_at=3)
     assert list(first.losses) == [1, 2, 3]
     second = Run(tmp_path, text)
     assert second.resumed == 3
-    assert first.losses | second.losses == expected
+    assert first.losses | second.losses == undisturbed.losses

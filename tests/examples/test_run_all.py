@@ -1,31 +1,19 @@
 """``make examples``: it knows every example, and says which fail."""
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import dist_checkpointing
+import run_all
 
 SCRIPT = Path(dist_checkpointing.__file__).parents[1] / "examples" / "run_all.py"
 
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not a checkout")
 
 
-@pytest.fixture
-def run_all(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("run_all", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "run_all", module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_program_is_run(run_all: ModuleType) -> None:
+def test_every_program_is_run() -> None:
     programs = {
         path.stem
         for path in SCRIPT.parent.glob("*.py")
@@ -35,7 +23,7 @@ def test_every_program_is_run(run_all: ModuleType) -> None:
 
 
 def test_an_example_runs_and_one_that_fails_is_named(
-    run_all: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run_all.py", "read_megatron"])
     run_all.main()

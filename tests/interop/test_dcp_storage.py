@@ -37,7 +37,7 @@ from dist_checkpointing.mapping import DTYPES
 from dist_checkpointing.planning import DefaultSavePlanner as OurSavePlanner, RowBlockLayout
 from dist_checkpointing.strategies import TensorStoreSaveShardedStrategy, TensorStoreWriter
 from dist_checkpointing.testing import assert_same_bits
-from states import between, flat, shard
+from states import between, bits, flat, shard
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -87,23 +87,6 @@ def empty_like(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
-def assert_same(found: Any, expected: Any, where: str = "state") -> None:
-    assert type(found) is type(expected), where
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for key, value in expected.items():
-            assert_same(found[key], value, f"{where}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), where
-        for index, value in enumerate(expected):
-            assert_same(found[index], value, f"{where}.{index}")
-    elif isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, where
-        assert torch.equal(found, expected), where
-    else:
-        assert found == expected, where
-
-
 def save_through(folder: Path, given: dict[str, Any], backend: Any = "tensorstore") -> None:
     dcp_save(given, storage_writer=DCPWriter(folder, backend))
 
@@ -118,13 +101,13 @@ def read_back(folder: Path, expected: dict[str, Any], **options: Any) -> dict[st
 def test_a_save_of_dcp_is_an_ordinary_checkpoint(tmp_path: Path, backend: tuple[str, int]) -> None:
     folder = tmp_path / "of dcp"
     save_through(folder, state(), backend)
-    assert_same(read_back(folder, state()), state())
-    assert_same(read_back(folder, state(), no_dist=True), state())
+    assert bits(read_back(folder, state())) == bits(state())
+    assert bits(read_back(folder, state(), no_dist=True)) == bits(state())
     assert dc.check_is_distributed_checkpoint(folder)
     config = json.loads((folder / "metadata.json").read_text())
     assert (config["sharded_backend"], config["sharded_backend_version"]) == backend
     template = shard_state_dict(empty_like(state()))
-    assert_same(dc.load(template, folder, verify=True), state())
+    assert bits(dc.load(template, folder, verify=True)) == bits(state())
     tensors = dc.load_plain_tensors(folder)
     assert torch.equal(tensors["model.layers.0.weight"], state()["model"]["layers.0.weight"])
     if backend != ("zarr", 1):
@@ -132,7 +115,7 @@ def test_a_save_of_dcp_is_an_ordinary_checkpoint(tmp_path: Path, backend: tuple[
         assert index is not None
         assert index["model.layers.0.bias"].dtype.name == "bfloat16"
     dc.save(shard_state_dict(state()), tmp_path / "ours", backend)
-    assert_same(read_back(tmp_path / "ours", state()), state())
+    assert bits(read_back(tmp_path / "ours", state())) == bits(state())
 
 
 @backends  # some leave objects to the common strategy
@@ -192,7 +175,7 @@ def test_a_tensor_is_resolved_once_however_many_chunks_it_has(tmp_path: Path) ->
     assert index is not None
     assert index["w"].chunk_shape == (1, 10)
     assert Counting.calls == 1
-    assert_same(read_back(tmp_path, {"w": full}), {"w": full})
+    assert bits(read_back(tmp_path, {"w": full})) == bits({"w": full})
 
 
 def test_without_flattening_nested_values_are_one_item(tmp_path: Path) -> None:
@@ -202,8 +185,9 @@ def test_without_flattening_nested_values_are_one_item(tmp_path: Path) -> None:
     found: dict[str, Any] = {"w": torch.zeros(2), "nested": None, "n": None}
     reading = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp_load(found, storage_reader=DCPReader(tmp_path), planner=reading)
-    assert_same(found, given)
-    assert_same(dc.load_common_state_dict(tmp_path), {"nested": given["nested"], "n": 4})
+    assert bits(found) == bits(given)
+    common = {"nested": given["nested"], "n": 4}
+    assert bits(dc.load_common_state_dict(tmp_path)) == bits(common)
 
 
 def test_templates_that_differ(tmp_path: Path) -> None:
@@ -228,7 +212,7 @@ def test_a_state_dict_is_built_from_nothing(tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
     _load_state_dict(found, DCPReader(tmp_path), no_dist=True, planner=planner)
-    assert_same(found, state())
+    assert bits(found) == bits(state())
     whole, scale = state(), {"model": {"scale": torch.tensor(1.0)}}
     groups = {"optim": {"param_groups": whole["optim"]["param_groups"]}}
     some: Any
@@ -239,7 +223,7 @@ def test_a_state_dict_is_built_from_nothing(tmp_path: Path) -> None:
         (None, whole),
     ):
         found = _load_state_dict_from_keys(some, storage_reader=DCPReader(tmp_path))
-        assert_same(found, expected)
+        assert bits(found) == bits(expected)
 
 
 @pytest.mark.parametrize("sync_files", [True, False])
@@ -252,7 +236,7 @@ def test_options_of_file_system_writer(
     writer = DCPWriter(tmp_path, sync_files=sync_files, **options)
     assert dcp_save(state(), storage_writer=writer).version == "1.0.0"
     assert bool(synced) is sync_files
-    assert_same(read_back(tmp_path, state()), state())
+    assert bits(read_back(tmp_path, state())) == bits(state())
     with pytest.raises(dc.UnsupportedFormatError, match=r"Zarr3SaveShardedStrategy\(codec="):
         DCPWriter(tmp_path, _extensions=[object()])
 
@@ -269,7 +253,7 @@ def test_staged_copies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         future: Any = dcp_async_save(given, storage_writer=writer)
         given["model"]["layers.0.weight"].zero_()
         future.result()
-        assert_same(read_back(tmp_path, state(first)), state(first))
+        assert bits(read_back(tmp_path, state(first))) == bits(state(first))
         copies.append(writer.stage(given)["model"]["scale"])
     assert copies[0] is copies[1]
 
@@ -283,7 +267,7 @@ def test_checkpoint_id_takes_the_place_of_the_path(tmp_path: Path) -> None:
     for step in (1, 0):
         found = empty_like(state())
         dcp_load(found, checkpoint_id=tmp_path / str(step), storage_reader=reader)
-        assert_same(found, state(step))
+        assert bits(found) == bits(state(step))
     assert reader.validate_checkpoint_id(tmp_path / "0")
     assert not reader.validate_checkpoint_id(tmp_path / "2")
     assert writer.validate_checkpoint_id("anywhere")
@@ -308,7 +292,7 @@ def test_plan_caching(tmp_path: Path) -> None:
         dcp_save(expected, storage_writer=writer, planner=Watched(enable_plan_caching=True))
     assert plans == [True, False, False, True, False]
     for step, expected in enumerate(given):
-        assert_same(read_back(tmp_path / str(step), expected), expected)
+        assert bits(read_back(tmp_path / str(step), expected)) == bits(expected)
 
 
 caching = partial(DefaultSavePlanner, enable_plan_caching=True)
@@ -322,7 +306,7 @@ def test_a_plan_that_was_cached_for_another_storage_is_refused(tmp_path: Path) -
     assert not dc.check_is_distributed_checkpoint(tmp_path / "a")
     # The same writer clears away what it has begun.
     dcp_save(state(), storage_writer=writer)
-    assert_same(read_back(tmp_path / "a", state()), state())
+    assert bits(read_back(tmp_path / "a", state())) == bits(state())
 
 
 def test_a_cache_that_is_out_of_date_is_noticed(tmp_path: Path) -> None:
@@ -355,7 +339,7 @@ def test_a_committed_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> No
         save_through(tmp_path, state(2))
     assert isinstance(raised.value.failures[0][0], dc.CheckpointExistsError)
     assert "already exists" in str(raised.value)  # the words of torch
-    assert_same(read_back(tmp_path, state()), state(1))
+    assert bits(read_back(tmp_path, state())) == bits(state(1))
     dcp_save({"w": torch.ones(1)}, storage_writer=DCPWriter(tmp_path, overwrite=True))
     assert dc.load_plain_tensors(tmp_path).keys() == {"w"}
     assert dc.load_common_state_dict(tmp_path) == {}
@@ -471,7 +455,7 @@ def test_damaged_names(tmp_path: Path, damage: Callable[[Any], Any]) -> None:
     with pytest.raises(CheckpointException, match=r"names cannot be read|contradicts itself"):
         read_back(tmp_path, state())
     # Our own load needs no such file.
-    assert_same(dc.load(shard_state_dict(empty_like(state())), tmp_path), state())
+    assert bits(dc.load(shard_state_dict(empty_like(state())), tmp_path)) == bits(state())
 
 
 @pytest.mark.parametrize(

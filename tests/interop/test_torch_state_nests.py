@@ -12,22 +12,12 @@ from torch.optim import lr_scheduler
 
 import dist_checkpointing as dc
 from dist_checkpointing.interop import TorchState
+from states import bits
 
 
 def model_of(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.25), nn.Linear(5, 4))
-
-
-def bits(tree: Any) -> Any:
-    """A nest in which tensors are lists of numbers, to be compared with ``==``."""
-    if isinstance(tree, torch.Tensor):
-        return tree.dtype, tree.tolist()
-    if isinstance(tree, dict):
-        return {key: bits(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree), [bits(value) for value in tree]
-    return tree
 
 
 def lbfgs_steps(model: nn.Module, optimizer: Any, count: int) -> list[str]:
@@ -229,7 +219,7 @@ def test_rates_in_tensors_and_in_numbers(tmp_path: Path) -> None:
     dc.save(state, tmp_path / "ckpt")
     optimizer, state = make(torch.tensor(0.25))
     dc.load(state, tmp_path / "ckpt")
-    assert bits(optimizer.param_groups[0]["lr"]) == (torch.float32, 0.5)
+    assert bits(optimizer.param_groups[0]["lr"]) == bits(torch.tensor(0.5))
 
 
 def test_an_error_says_that_the_model_was_restored(tmp_path: Path) -> None:

@@ -120,7 +120,11 @@ def commits_waiting(gate: threading.Event) -> Iterator[None]:
         assert path_of(target).name != "metadata.json" or gate.wait(60)
         real(source, target)
 
-    with replaced("os.replace", act), store_waiting(gate, "/.dckpt/commits/"):
+    def request(name: str, key: str, go: Act) -> Any:
+        assert not (name.startswith("put") and "/.dckpt/commits/" in key) or gate.wait(60)
+        return go()
+
+    with replaced("os.replace", act), store_requests(request):
         yield
 
 
@@ -258,21 +262,6 @@ def store_down(
                 if carries_out:
                     go()
                 raise error(5, "the server is on fire", key)
-        return go()
-
-    with store_requests(act):
-        yield keys
-
-
-@contextmanager
-def store_waiting(gate: threading.Event, part: str) -> Iterator[list[str]]:
-    """Puts of objects whose keys have a part wait at a gate; yields the keys of all that passed."""
-    keys: list[str] = []
-
-    def act(name: str, key: str, go: Act) -> Any:
-        if name.startswith("put") and part in key:
-            assert gate.wait(60)
-            keys.append(key)
         return go()
 
     with store_requests(act):

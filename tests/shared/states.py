@@ -170,6 +170,18 @@ def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         assert_same_bits(found[key], tensor, key)
 
 
+def bits(tree: Any) -> Any:
+    """A nest to be compared with ``==``: types count, and tensors are dtype, shape and bytes."""
+    if isinstance(tree, torch.Tensor):
+        data = tree.detach().contiguous().reshape(-1).view(torch.uint8)
+        return tree.dtype, tree.shape, data.numpy().tobytes()
+    if isinstance(tree, dict):
+        return type(tree), {key: bits(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree), [bits(value) for value in tree]
+    return type(tree), tree
+
+
 def num_shared(folder: Path) -> int:
     """How many files of a checkpoint have another name elsewhere."""
     return sum(path.is_file() and path.stat().st_nlink > 1 for path in folder.rglob("*"))
