@@ -292,13 +292,13 @@ def _parsed(content: Any, version: Any) -> RunRecord:
 
 
 @cache
-def _taken_apart(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+def _origin_and_arguments(kind: Any) -> tuple[Any, tuple[Any, ...]]:
     return get_origin(kind), get_args(kind)
 
 
 def fits(value: object, kind: Any) -> bool:
     """Whether a value is of an annotated type; a bool is no number, and an int may be a float."""
-    origin, parts = _taken_apart(kind)
+    origin, parts = _origin_and_arguments(kind)
     if origin in (Union, UnionType):
         return any(fits(value, part) for part in parts)
     if origin is Literal:
